@@ -19,41 +19,54 @@ vocabulary; D features.
 """
 
 import argparse
+import asyncio
 import collections
+import ctypes
 import difflib
+import inspect
 import json
+import multiprocessing
 import os
 import random
 import re
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
-import threading
+import traceback
 import warnings
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, count, groupby, product
+from itertools import chain, groupby, product
 from math import ceil, inf, isfinite, log, nan
-from multiprocessing.connection import Pipe
 from os.path import exists, realpath
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
-WORKERS = set()  # ids of this rank's worker processes, see in_workers
+POOLS = {}  # a user's file -> the processes that call its functions
 
 
 def end_workers():
-    """Ends the worker processes and what they started: each has its own process group."""
-    for pid in list(WORKERS):
+    """Ends these processes and the programs that they have started."""
+    for pool in POOLS.values():
+        pool.stop()
+        sleep(2 * CONSTS.sleep_unit)  # until Pebble starts no process in place of one that ends
+
+    # each is a process group, unless it has just been started
+    for process in multiprocessing.active_children():
+        if process.name != WORKERS_NAME:
+            continue
         with suppress(OSError):
-            os.killpg(pid, signal.SIGKILL)
+            os.kill(process.pid, signal.SIGKILL)
+            os.killpg(process.pid, signal.SIGKILL)
+    for pool in POOLS.values():
+        pool.join()
 
 
 def interrupted(*_):
@@ -71,12 +84,17 @@ def interrupted(*_):
 if __name__ == "__main__":  # here, because the imports below take ten seconds
     signal.signal(signal.SIGINT, interrupted)
 
+import cloudpickle
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import transformers
 import tyro
+from loky import wrap_non_picklable_objects
+from loky.backend import get_context
+from pebble import CONSTS, ProcessExpired, ProcessPool
+from pebble.pool.process import WORKERS_NAME
 from pydantic import Field, PositiveFloat, ValidationError
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
@@ -103,7 +121,7 @@ Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
 Weight = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
-Seconds = Annotated[float, Field(gt=0, le=1e6)]
+Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; logits stay finite
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
@@ -206,7 +224,9 @@ class Run:
     reward: Text | None = None
     # or a reward model: folder or hub name (one label, at the last token)
     reward_model: Text | None = None
-    reward_timeout: Seconds = 10.0  # seconds that one call of the reward or environment may take
+    # seconds that one call of the reward or environment may take; 0: no limit, it runs in this
+    # process, where breakpoint() works
+    reward_timeout: Seconds = 10.0
     # FILE.py:FUNCTION, same arguments -> next observation, or None to end
     environment: Text | None = None
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
@@ -2768,298 +2788,200 @@ def mistake_in(run):
     return None
 
 
-# ---- The user's functions: each thread has a worker process that calls them ----------------------
+# ---- The user's functions: Pebble calls them in processes of their own ---------------------------
 
-THREADS = ThreadPoolExecutor(16)  # each asks a worker process of its own
-
-
-class Worker(NamedTuple):
-    process: subprocess.Popen
-    pipe: Any  # a Connection to it
-
-
-def load_function(name, flag, seconds):
-    """Returns a built-in reward, or for FILE.py:FUNCTION what in_workers makes of it."""
-    if not name or name in REWARDS:
-        return REWARDS.get(name)
-    path, _, function = name.rpartition(":")
-    if not path:
-        built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
-        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
-    try:
-        return in_workers(path, function, seconds)
-    except (UserError, OSError) as error:
-        raise UserError(f"{flag} {name}: {error}") from None
-
-
-def in_workers(path, function, seconds):
-    """Returns an ask(*row) that runs attempt(FUNCTION of the file, *row) in the thread's own worker
-    process, a fresh interpreter, because a fork with threads may hang. UserError: the file or the
-    name is wrong."""
-    # a worker runs the last chapter of this file alone: the imports at the top take ten seconds
-    with open(__file__, encoding="utf8") as file:
-        source = file.read()
-    program = source[source.rindex("# ---- In a worker process") :]
-    folder = os.path.dirname(os.path.abspath(__file__))
-    command = [sys.executable, "-u", "-c", program, "serve", folder, path, function]
-
-    mine = threading.local()  # has the thread's worker
-    numbers = count(1)  # one for each row, so that no other row gets its answer
-
-    def ask(*row):
-        number = next(numbers)
-        try:
-            if getattr(mine, "worker", None) is None:
-                mine.worker = start_worker(command)
-            with suppress(OSError):  # the worker has died, which hear finds, too
-                mine.worker.pipe.send((number, row))
-        except (UserError, OSError, RecursionError) as error:  # no worker starts; a row too nested
-            return None, str(error)
-
-        answer = hear(mine.worker, number, seconds)
-        if answer is None:
-            mine.worker = None
-            return None, f"no answer within {seconds:g} s, or its process has died"
-        return answer
-
-    # the first one shows whether the file and the name are right; each thread starts its own
-    start_worker(command)
-    return ask
-
-
-def start_worker(command):
-    """Starts a Worker. UserError: it cannot import the function."""
-    ours, theirs = Pipe()
-    with theirs:  # Ctrl-C does not reach a process group of its own
-        process = subprocess.Popen(command, stdin=theirs, process_group=0)
-    WORKERS.add(process.pid)
-    worker = Worker(process, ours)
-
-    # its first answer: (None, "") if the function is there, else what is wrong, or an error
-    wrong, fault = hear(worker, 0, inf) or (None, "its process has died")
-    if wrong or fault:
-        raise UserError(wrong or fault)
-    return worker
-
-
-def hear(worker, number, seconds):
-    """The worker's answer to this row. None, and the worker is ended, if it is late or has died."""
-    until = perf_counter() + seconds
-    with suppress(EOFError, OSError):
-        while perf_counter() < until:
-            alive = worker.process.poll() is None  # if not, what it started may hold the pipe open
-            if worker.pipe.poll(min(until - perf_counter(), 0.5)):
-                heard, answer = worker.pipe.recv()
-                if heard == number:
-                    return answer
-            elif not alive:
-                break
-
-    # the worker and the programs that it started are one process group
-    with suppress(OSError):
-        os.killpg(worker.process.pid, signal.SIGKILL)
-    WORKERS.discard(worker.process.pid)
-    return None
-
-
-def ask_all(function, replies):
-    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
-    Built-in rewards run in this thread. (A fork may pass partial(attempt, function): it runs in
-    other threads, without time-out.)"""
-    rows = []
-    for reply in replies:
-        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
-        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
-    if function in REWARDS.values():
-        return [attempt(function, *row) for row in rows if not Stop.signal]
-
-    futures = [THREADS.submit(function, *row) for row in rows]
-    for future in progress(futures, "functions", "rows"):
-        while not future.done() and not Stop.signal:
-            wait([future], 0.5)
-    return [future.result() for future in futures if not future.cancel() and future.done()]
-
-
-# ---- In a worker process: calls the user's function ----------------------------------------------
-
-# a worker runs this chapter alone (python -c, see in_workers), so what it needs is imported here
-
-import asyncio
-import ctypes
-import difflib
-import inspect
-import os
-import signal
-import sys
-import threading
-from contextlib import suppress
-from importlib import import_module, util
-from multiprocessing.connection import Connection
-
-LOOP = asyncio.new_event_loop()  # of all async rows: a client stays with the loop it meets first
-DRIVES = threading.Lock()  # held by the thread that runs the loop
+CALLS = 8  # at a time, on any number of cores: a row may wait for an answer from elsewhere
 # what a function gets only if it has an argument of that name
 NAMED = ("turns", "truncated", "tokens")
 
 
-def serve(folder, path, name):
-    """Imports the function and answers the rank's numbered rows until it exits. folder: the
-    script's."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with it, even in a row
-    sys.path[0] = folder  # as if it ran the script
+class UserFunction(NamedTuple):
+    """FUNCTION of a user's file. A row that hangs or kills its process fails alone."""
 
-    # programs started by the function must not read the pipe
-    pipe = Connection(os.dup(0))
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    path: str
+    name: str
+    seconds: float  # that a row may take
 
-    def answer(number, function, *row):
-        asyncio.set_event_loop(LOOP)  # for futures that the function makes and returns
-        pipe.send((number, attempt(function, *row, file=file)))
-
-    file = os.path.abspath(path)  # before the user's code may change the directory
-    function = None
-
-    def load():
-        nonlocal function
-        module = import_file(path)
-        function = getattr(module, name, None)
-        if not callable(function):
-            others = ", ".join(functions_of(module, name)) or "none"
-            return f"{path} has no function {name!r}; it has {others}"
-
-    with suppress(EOFError, OSError):
-        answer(0, load)
-        while True:
-            number, row = pipe.recv()
-            answer(number, function, *row)
-
-    # the processes of a pool would wait for work for ever
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    os.killpg(0, signal.SIGTERM)
-    os._exit(0)
+    def schedule(self, function, *args, timeout=None):
+        """function(path, name, *args) as a future, in a process that has imported the file."""
+        pool = POOLS.get(self.path)
+        if pool is None or not pool.active:  # a process that dies between two rows may break it
+            pool = POOLS[self.path] = new_pool(self.path)
+        wrapped = wrap_non_picklable_objects(function)
+        return pool.schedule(wrapped, (self.path, self.name, *args), timeout=timeout)
 
 
-def import_file(path):
-    """Imports the file as a module of its own name, next to its neighbours: pickle, process pools,
-    pydantic and typing look for what it defines in sys.modules."""
-    path = os.path.abspath(path)
-    stem = os.path.splitext(os.path.basename(path))[0]
+def load_function(name, flag, seconds):
+    """A built-in reward, or FUNCTION of FILE.py as a UserFunction; with 0 seconds the function
+    itself. UserError: the file or the name is wrong."""
+    if not name or name in REWARDS:
+        return REWARDS.get(name)
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        built_in = f", or {' or '.join(REWARDS)}" if flag == "--reward" else ""
+        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION{built_in}")
 
-    # a random.py must not replace Python's, neither in sys.modules nor by coming first in sys.path
-    if stem in sys.stdlib_module_names:
-        with suppress(ImportError):
-            import_module(stem)
-    if stem in sys.modules:
-        stem = f"user_{stem}"
-    sys.path.insert(0, os.path.dirname(path))
+    # absolute, because the user's code may change the directory
+    loaded = UserFunction(os.path.abspath(path), function, seconds)
+    if seconds == 0:
+        wrong = wrong_with(loaded.path, function)
+    else:
+        with blame(f"{flag} {name}: a process that imports the file dies"):
+            wrong = loaded.schedule(wrong_with).result()
+    if wrong:
+        raise UserError(f"{flag} {name}: {wrong}")
 
-    # the module is registered before it runs, because its own classes may look for it
-    spec = util.spec_from_file_location(stem, path)
-    if spec is None:
-        raise ImportError(f"{path} is not a Python file")
-    module = util.module_from_spec(spec)
-    sys.modules[stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
-def functions_of(module, name):
-    """Names of the functions that a module defines, the one that is most like `name` first."""
-    own = []
-    for key, x in vars(module).items():
-        defined_here = getattr(x, "__module__", "") == module.__name__
-        if callable(x) and not inspect.isclass(x) and defined_here:
-            own.append(key)
-    return difflib.get_close_matches(name, own, n=len(own) or 1, cutoff=0.0)
+    # in this process, breakpoint() works
+    if seconds == 0:
+        return getattr(import_file(loaded.path), function)
+    return loaded
 
 
-def attempt(function, *row, file=""):
-    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
-    (None, what went wrong). row: prompt, response, answer, and the values of NAMED. file: the
-    function's, of which faults name the line."""
+def new_pool(path):
+    """Processes that import the user's file, and not this one, which takes ten seconds:
+    loky leaves out the main module, and what they run of this file is sent by value."""
+    cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+    # a row that hangs in C does not hear SIGTERM; until SIGKILL, the other rows wait
+    CONSTS.term_timeout = 0.2  # seconds
+    begin = wrap_non_picklable_objects(begin_process)
+    return ProcessPool(CALLS, initializer=begin, initargs=(path,), context=get_context("loky"))
+
+
+def begin_process(path):
+    """The first thing that a process does. The import of the user's file is not part of a row's
+    time."""
+    # the programs that a function starts end with the process: they are one group
     process = os.getpid()
-    status = 0
-    parameters = {}
-    with suppress(Exception):  # some built-in functions have no signature
-        parameters = inspect.signature(function).parameters
+    os.setpgid(0, 0)
 
+    def end(*_):
+        if os.getpid() == process:  # else a child that a function has forked
+            os.killpg(process, signal.SIGKILL)
+        os._exit(1)
+
+    # Pebble sends SIGTERM; if the rank is killed, its processes die even in a row that hangs
+    signal.signal(signal.SIGTERM, end)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+
+    # what a function prints is not lost when the process is killed, and its own processes start as
+    # anywhere else
+    sys.stdout.reconfigure(line_buffering=True)
+    multiprocessing.set_start_method(None, force=True)
+    with suppress(BaseException):  # wrong_with says what is wrong
+        import_file(path)
+
+
+def ask_all(function, replies):
+    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
+    What is not a UserFunction runs in this process."""
+    rows = []
+    for reply in replies:
+        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
+        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
+    if not isinstance(function, UserFunction):
+        return [attempt(function, *row) for row in rows if not Stop.signal]
+
+    futures = [function.schedule(attempt_of, *row, timeout=function.seconds) for row in rows]
+    for future in progress(futures, "functions", "rows"):
+        while not future.done() and not Stop.signal:
+            wait([future], 0.5)
+
+    # a row that is cancelled ends together with its process
+    answers = []
+    for future in futures:
+        if future.cancel() or not future.done():
+            continue
+        try:
+            answers.append(future.result())
+        except (TimeoutError, ProcessExpired, BrokenProcessPool):
+            late = f"no answer within {function.seconds:g} s, or its process has died"
+            answers.append((None, late))
+    return answers
+
+
+def attempt_of(path, name, *row):
+    """attempt with FUNCTION of the file, in one of the processes."""
+    return attempt(getattr(import_file(path), name), *row)
+
+
+def attempt(function, *row):
+    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
+    (None, what went wrong). row: prompt, response, answer, and the values of NAMED."""
+    process = os.getpid()
     try:
+        parameters = inspect.signature(function).parameters
         more = {name: x for name, x in zip(NAMED, row[3:]) if name in parameters}
         made = function(*row[:3], **more)
+        # all rows of a process share one loop, so a client may be made once
         if inspect.isawaitable(made):
-            made = awaited(made)
+            made = asyncio.get_event_loop().run_until_complete(made)
         answer = plain(made), ""
     except BaseException as error:  # sys.exit, too, fails the row and not the run
-        answer = None, words_of(error, file)
-        status = 1
-        if isinstance(error, SystemExit):
-            status = error.code or 0
+        module = sys.modules.get(function.__module__)
+        answer = None, words_of(error, getattr(module, "__file__", ""))
 
-    # a child that the function forks may come here, too: it ends like a script and answers nothing
+    # a child that the function forks may come here, too: it answers nothing
     if os.getpid() != process:
-        os._exit(status & 255 if isinstance(status, int) else 1)
+        os._exit(1 if answer[1] else 0)
     return answer
 
 
-def awaited(awaitable):
-    """Its result, from LOOP. The thread that runs the loop also runs the rows of other threads."""
+def import_file(path):
+    """The file as a module of its own name, next to its neighbours, as if Python ran it."""
+    folder, file = os.path.split(path)
+    name = file.removesuffix(".py")
+    if name not in sys.modules:
+        sys.path.insert(0, folder)
+        asyncio.set_event_loop(asyncio.new_event_loop())
 
-    async def outcome():
-        try:
-            return await awaitable, None
-        except BaseException as error:  # sys.exit would end the loop itself
-            return None, error
+    module = import_module(name)
+    if module.__file__ != path:
+        raise ImportError(f"{name} is the name of another module, {module.__file__}")
+    return module
 
-    future = asyncio.run_coroutine_threadsafe(outcome(), LOOP)
-    with DRIVES:
-        made, error = LOOP.run_until_complete(asyncio.wrap_future(future, loop=LOOP))
-    if error is not None:
-        raise error
-    return made
+
+def wrong_with(path, name):
+    """What is wrong with the file or the name of its function, or ""."""
+    try:
+        module = import_file(path)
+    except BaseException as error:  # sys.exit, too
+        return words_of(error, path)
+    if callable(getattr(module, name, None)):
+        return ""
+
+    own = []
+    for key, x in vars(module).items():
+        if inspect.isfunction(x) and x.__module__ == module.__name__:
+            own.append(key)
+    return f"{path} has no function {name!r}; it has {', '.join(own) or 'none'}"
 
 
 def plain(made):
     """What a function has returned as an exact str, float or None, or a dict of exact str -> float:
     the rank cannot unpickle the user's classes."""
-    if made is None:
-        return None
+    if isinstance(made, dict):
+        return {str.__str__(name): float(x) for name, x in made.items()}
     if isinstance(made, str):
         return str.__str__(made)
-    if not isinstance(made, dict):
-        return float(made)
-
-    numbers = {}
-    for name, x in made.items():
-        name = str.__str__(name).encode(errors="replace").decode()
-        try:
-            numbers[name] = float(x)
-        except (TypeError, ValueError):
-            raise TypeError(f"{name!r} must be a number, not {x!r:.40}") from None
-    return numbers
+    return None if made is None else float(made)
 
 
 def words_of(error, file):
-    """The error that is being handled, in one line, and where in the user's file it arose. The text
-    of a user's exception may itself raise."""
+    """The error in one line, with the deepest line of the user's file: what it calls in libraries
+    is rarely at fault."""
     try:
-        text = str(error)
-    except BaseException:
+        text = " ".join(str(error).split())
+    except BaseException:  # the text of a user's exception may itself raise
         text = "its text cannot be made"
-    words = f"{type(error).__name__}: {' '.join(text.split()):.300}"
 
-    # the deepest line of the user's file, because what it calls in libraries is rarely at fault
     place = ""
-    _, _, at = sys.exc_info()
-    while at:
-        code = at.tb_frame.f_code
-        if code.co_filename == file:
-            place = f" at {os.path.basename(file)}:{at.tb_lineno} in {code.co_name}"
-        at = at.tb_next
-    return words + place
+    for frame in traceback.extract_tb(error.__traceback__):
+        if frame.filename == file:
+            place = f" at {os.path.basename(file)}:{frame.lineno} in {frame.name}"
+    return f"{type(error).__name__}: {text:.300}{place}"
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["serve"]:
-        serve(*sys.argv[2:])  # ends the process
     common.launch(start)

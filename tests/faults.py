@@ -583,7 +583,9 @@ def workers(script, short):
     spins = ("--reward", f"{ROOT}/tests/rewards.py:spins", "--reward-timeout", 600)
     job = Job(script, out, *spins, "--resume", "auto")
     mine = lambda: [
-        pid for pid, session, words in processes() if session in job.pids and "serve" in words
+        pid
+        for pid, session, words in processes()
+        if session in job.pids and "loky.backend.popen_loky_posix" in words
     ]
     # start-up takes fewer
     ticks = lambda pid: int(pathlib.Path(f"/proc/{pid}/stat").read_text().split()[13])

@@ -6,7 +6,6 @@ import dataclasses
 import math
 import random
 import types
-from functools import partial
 
 import torch
 import transformers
@@ -260,8 +259,7 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, **fields)
     prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
     run = a_run(**{"max_response_length": 30, **fields})
-    ask = observe and partial(ppo_loop.attempt, observe)
-    task = a_task(tokenizer=tokenizer, observe=ask, images=images)
+    task = a_task(tokenizer=tokenizer, observe=observe, images=images)
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
     return replies, asked

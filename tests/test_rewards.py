@@ -3,7 +3,6 @@
 import json
 import math
 import types
-from functools import partial
 
 import numpy
 import pytest
@@ -82,9 +81,7 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(len(says))]
     replies[3].fault = "died"
     heard = []
-    function = partial(
-        ppo_loop.attempt, lambda prompt, said, i: heard.append((prompt, said)) or says[i]
-    )
+    function = lambda prompt, said, i: heard.append((prompt, said)) or says[i]
     score = lambda some: ppo_loop.score(a_run(), function, ppo_loop.Phases(False), some)
     rewards, mean, faults = score(replies)
 
@@ -108,7 +105,7 @@ def test_a_reward_may_return_its_parts(capsys):
         {"format": 9.0},
             {"score": math.nan, "format": 9.0}]  # fmt: skip
     replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
-    function = partial(ppo_loop.attempt, lambda prompt, said, i: says[i])
+    function = lambda prompt, said, i: says[i]
     rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
     assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
     assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
@@ -168,7 +165,7 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     logged = {}
     logger = types.SimpleNamespace(log=lambda step, metrics: logged.update(metrics))
     replies = ppo_loop.rows_of_rank([Prompt([1], f"{i}", i) for i in range(3)])
-    reward = partial(ppo_loop.attempt, lambda prompt, response, i: rewards[i])
+    reward = lambda prompt, response, i: rewards[i]
     run = a_run(out_dir=str(tmp_path))
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
     assert f"held out   {words}\n" in capsys.readouterr().out
@@ -191,7 +188,7 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     monkeypatch.setattr(ppo_loop.dist, "gather_object", send)
     monkeypatch.setattr(ppo_loop, "poll", lambda: None)
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
-    reward = partial(ppo_loop.attempt, lambda prompt, response, i: [0.25, None, "x"][i])
+    reward = lambda prompt, response, i: [0.25, None, "x"][i]
     run = ppo_loop.Run(critic=None, out_dir=str(tmp_path))
     rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
 

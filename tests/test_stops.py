@@ -285,29 +285,39 @@ def answer(*row):
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-@pytest.mark.parametrize("number, imports", [(signal.SIGINT, True), (signal.SIGTERM, False)])
-def test_the_processes_of_a_reward_function_end_with_the_run(number, imports, tmp_path):
-    """Those of the workers, and the programs that they have started, in a row or in an import."""
-    seconds = f"{10**6 + os.getpid()}"
+@pytest.mark.parametrize("number, imports, ended, said", [
+    (signal.SIGINT, True, 130, LINE), (signal.SIGTERM, False, 143, ""),
+    (signal.SIGKILL, False, -9, None),
+])  # fmt: skip
+def test_the_processes_of_a_reward_function_end_with_the_run(
+    number, imports, ended, said, tmp_path
+):
+    """And the programs that they have started, in a row or in an import."""
+    seconds = f"{10**6 + os.getpid()}"  # also in the environment of all, to know them by
     source = SLEEPS.format(seconds=seconds) + "answer()\n" * imports
     (tmp_path / "slow.py").write_text(source)
     flags = ("--reward", f"{tmp_path}/slow.py:answer", "--reward-timeout", 60)
-    ours = lambda: [
-        words for *_, words in processes() if seconds in words or f"{tmp_path}/slow.py" in words
-    ]
+    ours = lambda: [pid for pid, _, words in processes() if f"OURS={seconds}" in words]
+    sleeping = lambda: [words for *_, words in processes() if seconds in words]
     process = subprocess.Popen(
         [sys.executable, *flags_of("ppo_loop", tmp_path / "out", *flags)],
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OURS": seconds, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
-    rows = 1 if imports else 8
-    until(
-        lambda: len(ours()) >= 2 * rows or process.poll() is not None, "a worker for each row", 120
-    )
+    until(lambda: len(sleeping()) >= 8 or process.poll() is not None, "a program of each row", 120)
     process.send_signal(number)
 
-    assert process.wait(timeout=30) == 128 + number
+    # the processes of a rank that is killed die with it, but not their programs
+    assert process.wait(timeout=30) == ended
+    if number == signal.SIGKILL:
+        until(lambda: len(ours()) == len(sleeping()), "the end of the rank's processes", 10)
+        for pid in ours():
+            os.kill(pid, signal.SIGKILL)
     until(lambda: not ours(), "the end of all processes", 10)
+    if said is not None:
+        assert process.stderr.read() == said
 
 
 # ---- Checkpoints ---------------------------------------------------------------------------------

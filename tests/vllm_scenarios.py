@@ -167,8 +167,7 @@ def played(engine, mine):
         return "12+" if heard[prompt] <= answer else None
 
     run = tests.a_run(max_response_length=48, max_turns=5)
-    ask = lambda *row: ppo_loop.attempt(observe, *row)
-    task = tests.a_task(tokenizer=common.char_tokenizer(), observe=ask)
+    task = tests.a_task(tokenizer=common.char_tokenizer(), observe=observe)
     replies = [ppo_loop.Reply(prompts[i], i) for i in mine]
     ppo_loop.roll_out(engine, task, replies, run, 0.9)
     assert not any(reply.fault for reply in replies), replies
