@@ -2021,9 +2021,22 @@ def told(number):
         Stop.signal = number
 
 
+def interrupted(*_):
+    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
+    line = b"Ctrl-C     ended at once\n"
+    if os.isatty(2):
+        line = b"\n" + line  # after ^C
+    with suppress(OSError):
+        if RANK == 0:
+            os.write(2, line)
+    os._exit(128 + signal.SIGINT)
+
+
 def launch(main):
     """Runs main(), then exits: with 0, with 2 and one line on a UserError, else with 1 and a
     traceback."""
+    signal.signal(signal.SIGINT, interrupted)
+
     # else ranks outlive a killed torchrun
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         torch.multiprocessing._prctl_pr_set_pdeathsig(signal.SIGKILL)
@@ -2044,6 +2057,9 @@ def launch(main):
         code = 2
         said = "\\n".join(str(error).splitlines())  # a flag or a variable may hold several lines
         message = f"{label}: {said}\n"
+    except ValidationError as error:  # a flag of a Config that Python has made
+        code = 2
+        message = f"{label}: {' '.join(str(error).split())}\n"
     except SystemExit as stop:
         code = stop.code
     except BaseException:

@@ -22,22 +22,17 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 """
 
 import collections
-import inspect
-import io
 import itertools
 import json
 import logging
 import math
 import os
 import re
-import shutil
-import signal
 import sys
-import textwrap
 import time
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout, suppress
-from dataclasses import asdict, dataclass, is_dataclass, replace
+from contextlib import contextmanager
+from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from heapq import heapreplace
 from importlib.util import find_spec
@@ -45,38 +40,9 @@ from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
-
-def interrupted(*_):
-    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
-    line = b"Ctrl-C     ended at once\n"
-    if os.isatty(2):
-        line = b"\n" + line  # after ^C
-    with suppress(OSError):
-        if os.environ.get("RANK", "") in ("", "0"):
-            os.write(2, line)
-    os._exit(128 + signal.SIGINT)
-
-
-if __name__ == "__main__":  # here, because the imports below take ten seconds
-    signal.signal(signal.SIGINT, interrupted)
-
+import pydantic
 import tyro
-from pydantic import Field, PositiveFloat, TypeAdapter, ValidationError
-
-# all of them, or none
-TORCHRUN = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-def from_torchrun(name, default):
-    """A number that torchrun sets. Plain `python` is a world of one; common.py names mistakes."""
-    text = os.environ.get(name, "")
-    if not all(os.environ.get(other) for other in TORCHRUN) or not re.fullmatch("[0-9]{1,9}", text):
-        return default
-    return int(text)
-
-
-RANK = from_torchrun("RANK", 0)
-WORLD_SIZE = max(1, from_torchrun("WORLD_SIZE", 1))
+from pydantic import Field, PositiveFloat
 
 # ---- Config --------------------------------------------------------------------------------------
 
@@ -93,7 +59,7 @@ AggMode = Literal[
 ]
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
@@ -107,8 +73,7 @@ class Config:
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     override_config: Text = "{}"
-    # value head: an unbounded number, one within --value-range, or the mean of a distribution over
-    # 51 bins
+    # value head: any number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
     # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean
     # return)
@@ -173,8 +138,44 @@ class Config:
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
     betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
 
+    def __post_init__(self):
+        """ValueError names the flags that do not go together. See check_layout, too."""
+        to = self.prefix
 
-@dataclass(frozen=True)
+        # the value head
+        if self.value_range:
+            low, high = self.value_range
+            flag = f"{to}value-range {low:g} {high:g}"
+            if self.value_head == "scalar":
+                raise ValueError(f"{flag}: needs {to}value-head bounded or hl_gauss")
+            if not low < high:
+                raise ValueError(f"{flag}: LOW must be below HIGH")
+            if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
+                raise ValueError(f"{flag}: too narrow for float32; give numbers farther apart")
+        if self.value_head == "hl_gauss" and self.value_head_init == "mean":
+            raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
+
+        # the loss and the optimizer
+        limit = self.response_length_limit
+        divides = self.loss_agg_mode == "seq-mean-token-sum-norm"
+        if divides != (limit is not None):
+            flag = f"{to}response-length-limit {limit}"
+            mode = f"{to}loss-agg-mode seq-mean-token-sum-norm"
+            raise ValueError(f"{flag}: belongs to {mode}; set both or neither")
+        if max(self.betas) == 1:
+            raise ValueError(f"{to}betas {self.betas}: must be below 1")
+
+        # the layout
+        if self.context_parallel_size > 1 and not self.use_remove_padding:
+            flag = f"{to}context-parallel-size {self.context_parallel_size}"
+            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
+        chunks = self.virtual_pipeline_model_parallel_size
+        if chunks > 1 and self.pipeline_model_parallel_size == 1:
+            flag = f"{to}virtual-pipeline-model-parallel-size {chunks}"
+            raise ValueError(f"{flag}: needs {to}pipeline-model-parallel-size above 1")
+
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class Run:
     """Trains a value function on rollouts, evaluates it, saves checkpoints and an export."""
 
@@ -221,209 +222,25 @@ class Run:
     # truncated rows bootstrap from the value of their last action
     bootstrap_truncated: bool = False
 
+    def __post_init__(self):
+        """ValueError names the flags that do not go together, or a file that cannot be used."""
+        if self.eval_rollouts and not self.rollouts:
+            flag = f"--eval-rollouts {self.eval_rollouts}"
+            raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
+        if self.score and exists(self.score) and not isfile(self.score):
+            raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
 
-# ---- Flags: read and judged before the imports below, which take ten seconds ---------------------
-
-
-def section_titles(flags):
-    """First flag of each section -> the section's title, from lines like `# ---- layout` above."""
-    first_field = re.compile(r"^    # ---- (.+)\n(?:\n|    # .*\n)*    (\w+)", re.M)
-    titles = {}
-    for holder in (flags, *filter(is_dataclass, vars(flags).values())):
-        prefix = getattr(holder, "prefix", "--")
-        for kind in type(holder).__mro__[:-1]:
-            for title, name in first_field.findall(inspect.getsource(kind)):
-                flag = prefix + name.replace("_", "-")
-                titles[flag] = f"{prefix.strip('-.')} {title}".strip()
-    return titles
-
-
-def show_help(kind, **options):
-    """Prints tyro's --help on fewer lines, with a title above each section, and exits.
-
-    Returns if tyro has no help to show."""
-    width = min(max(shutil.get_terminal_size().columns, 72), 160)
-    os.environ["COLUMNS"] = "129"  # with more, tyro would put some flags next to others
-    page = io.StringIO()
-    with redirect_stdout(page), redirect_stderr(io.StringIO()), suppress(SystemExit):
-        tyro.cli(kind, **options)
-    if not page.getvalue():
-        return
-
-    # tyro writes a flag on one line, and what it means below it, farther to the right
-    flags = []
-    usage, *lines = page.getvalue().splitlines()
-    for line in lines:
-        if re.match("  --?[a-z]", line):
-            flags.append([line.strip(), ""])
-        elif flags and line.startswith(" " * 6):
-            flags[-1][1] += f" {line.strip()}"
-
-    # two columns: the flag, and what it means
-    text = [usage, "", options["description"]]
-    titles = section_titles(options.get("default") or kind())
-    margin = " " * 36
-    wrapped = partial(textwrap.wrap, width=width, subsequent_indent=margin, break_on_hyphens=False)
-    for flag, words in flags:
-        if title := titles.get(flag.split()[0].rstrip(",")):
-            text += ["", f"---- {title} ".ljust(width, "-")]
-        flag = re.sub(r"^--([a-z]+\.)?(\S+), --.*", r"--\1[no-]\2", flag).replace("{None}|", "")
-        start = f"  {flag}  ".ljust(len(margin))
-        if len(start) > len(margin):
-            text.append(start.rstrip())
-            start = margin
-        words = re.sub(r" \(default: (None|False)?\)$", "", words.strip())
-        text += wrapped(words, initial_indent=start)
-    try:
-        print("\n".join(text), flush=True)
-    except BrokenPipeError:  # --help | head
-        os._exit(0)
-    sys.exit(0)
+        # an export or older checkpoints would replace the model that is read
+        theirs = f"{realpath(self.critic.model)}/"
+        ours = [realpath(f"{self.out_dir}/{name}") for name in ("hf", "checkpoints")]
+        if any(theirs.startswith(f"{path}/") for path in ours) and not self.score:
+            words = "holds the --model, which the run would replace; give another"
+            raise ValueError(f"--out-dir {self.out_dir}: {words}")
 
 
-def read_flags(kind, **options):
-    """The dataclass `kind` from the command line, by tyro. A mistake is one line, exit code 2."""
-    if {"-h", "--help"}.intersection(options.get("args", sys.argv)):
-        show_help(kind, **options)
-    box = io.StringIO()
-    try:
-        with redirect_stderr(box):
-            return tyro.cli(kind, **options)
-    except SystemExit as stop:
-        if stop.code and box.getvalue():  # otherwise this rank is silent
-            print(f"error: {in_one_line(box.getvalue())}", file=sys.stderr)
-        raise
-
-
-def in_one_line(box):
-    """What tyro says in a box about a flag: what is wrong, and perhaps what was meant."""
-    lines = [line.strip("│╭╮╰╯─ ") for line in box.splitlines()[1:]]
-    text = "\n".join(lines)
-
-    # what is wrong is the first paragraph, in words of Python
-    wrong = " ".join(text.split("\n\n")[0].split()).removeprefix("Error parsing ").rstrip(".")
-    wrong = wrong.replace("invalid literal for int() with base 10:", "must be an integer, not")
-    wrong = wrong.replace("could not convert string to float:", "must be a number, not")
-    wrong = re.sub(r"no type matching (\S+) could .* from \[(.*)\]", r"must be \1, not \2", wrong)
-    wrong = wrong.replace("{None}|", "None or ")
-    if words := re.fullmatch("Unrecognized options: ([^,]*).*", wrong):
-        wrong = f"{words[1]}: is no flag"
-        if not words[1].startswith("-"):
-            wrong = f"{words[1]}: belongs to no flag; a switch takes no value"
-
-    # a later paragraph lists flags that look alike
-    if "Perhaps you meant" in text:
-        meant = re.findall(r"^--[^\s,]+", text.split("Perhaps you meant")[1], flags=re.M)
-        wrong += f"; perhaps you meant {' or '.join(dict.fromkeys(meant))}"
-    return f"{wrong}; --help explains all flags"
-
-
-def out_of_range(flags):
-    """One line about the first flag with a wrong type or range, or None. flags: a dataclass."""
-    try:
-        TypeAdapter(type(flags)).validate_python(asdict(flags))
-        return None
-    except ValidationError as error:
-        fault = error.errors()[0]
-
-    # the name may be that of a group of flags, such as the critic's; what follows the flag's name
-    # is a branch of a union, or an index
-    holder = flags
-    name, *rest = fault["loc"]
-    if is_dataclass(getattr(flags, name)):
-        holder = getattr(flags, name)
-        name = rest[0]
-    flag = getattr(holder, "prefix", "--") + name.replace("_", "-")
-    return f"{flag} {fault['input']}: {fault['msg'].replace('Input should', 'must')}"
-
-
-def mistake_in(flags, world_size=WORLD_SIZE):
-    """What is wrong with a Config or a Run: one line that names the flag and the fix, or None."""
-    if words := out_of_range(flags):
-        return words
-    if isinstance(flags, Run):
-        return mistake_in_run(flags) or mistake_in(flags.critic, world_size)
-
-    # the value head
-    c = flags
-    to = c.prefix
-    if c.value_range:
-        low, high = c.value_range
-        flag = f"{to}value-range {c.value_range}"
-        if c.value_head == "scalar":
-            return f"{to}value-range: needs {to}value-head bounded or hl_gauss"
-        if not low < high:
-            return f"{flag}: LOW must be below HIGH"
-        if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
-            return f"{flag}: is too narrow for float32; give numbers farther apart"
-    if c.value_head == "hl_gauss" and c.value_head_init == "mean":
-        return f"{to}value-head-init mean: not for hl_gauss"
-
-    # the loss and the optimizer
-    divides = c.loss_agg_mode == "seq-mean-token-sum-norm"
-    if divides != (c.response_length_limit is not None):
-        return (
-            f"{to}response-length-limit: belongs to {to}loss-agg-mode seq-mean-token-sum-norm;"
-            " set both or neither"
-        )
-    if max(c.betas) == 1:
-        return f"{to}betas {c.betas}: must be below 1"
-
-    return mistake_in_layout(c, world_size)
-
-
-def mistake_in_layout(c, world_size):
-    """What is wrong with the flags of a Config that say how ranks share the work, or None."""
-    to = c.prefix
-    tp = c.tensor_model_parallel_size
-    pp = c.pipeline_model_parallel_size
-    cp = c.context_parallel_size
-    if world_size % (tp * pp * cp):
-        return (
-            f"{to}*-parallel-size: tensor {tp} x pipeline {pp} x context {cp}"
-            f" must divide the {world_size} ranks"
-        )
-
-    experts = c.expert_model_parallel_size * (c.expert_tensor_parallel_size or tp) * pp
-    if world_size % experts:
-        return (
-            f"{to}expert-model-parallel-size: ep x etp x pp = {experts}"
-            f" must divide the {world_size} ranks"
-        )
-    if c.virtual_pipeline_model_parallel_size > 1 and pp == 1:
-        return (
-            f"{to}virtual-pipeline-model-parallel-size:"
-            f" needs {to}pipeline-model-parallel-size above 1"
-        )
-    if cp > 1 and not c.use_remove_padding:
-        return f"{to}context-parallel-size: needs packed rows; drop {to}no-use-remove-padding"
-    return None
-
-
-def mistake_in_run(run):
-    """What is wrong with the flags of a Run that are not the critic's, or None."""
-    if run.eval_rollouts and not run.rollouts:
-        return "--eval-rollouts: needs --rollouts; the toy has its own rows"
-
-    # an export or older checkpoints would replace the model that is read
-    theirs = realpath(run.critic.model)
-    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "checkpoints")]
-    inside = any(f"{theirs}/".startswith(f"{path}/") for path in ours)
-    if inside and not run.score:  # which writes neither
-        words = "holds the --model, which the run would replace; give another"
-        return f"--out-dir {run.out_dir}: {words}"
-    if run.score and exists(run.score) and not isfile(run.score):
-        return f"--score {run.score}: must be a file, because it is read twice"
-    return None
-
-
-if __name__ == "__main__":
-    speaks = not 0 < RANK < WORLD_SIZE  # one rank speaks for all
-    RUN = read_flags(Run, description=__doc__, console_outputs=speaks)
-    if mistake := mistake_in(RUN):
-        said = "\\n".join(mistake.splitlines())  # a flag may hold several lines
-        print(f"error: {said}" if speaks else "", file=sys.stderr)
-        sys.exit(2)
+if __name__ == "__main__":  # here, because the imports below take ten seconds
+    speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
+    RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
 
 import torch
 import torch.distributed as dist
@@ -463,7 +280,7 @@ from transformers import AutoModel
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
 import common
-from common import Batch, Pack, UserError, blame, of_all_ranks, print0, published
+from common import RANK, WORLD_SIZE, Batch, Pack, UserError, blame, of_all_ranks, print0, published
 
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
@@ -592,6 +409,23 @@ class Layout(NamedTuple):
     cp_rank: int
     dp_ranks: list  # the dp_rank of each rank
     gives_values: list  # for each rank, whether it gives values back: one of those that share a row
+
+
+def check_layout(config, world_size=WORLD_SIZE):
+    """UserError unless the ranks can share the work as the flags say."""
+    to = config.prefix
+    tp = config.tensor_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
+    if world_size % (tp * pp * cp):
+        sizes = f"tensor {tp} x pipeline {pp} x context {cp}"
+        raise UserError(f"{to}*-parallel-size: {sizes} must divide the {world_size} ranks")
+
+    ep = config.expert_model_parallel_size
+    etp = config.expert_tensor_parallel_size or tp
+    if world_size % (ep * etp * pp):
+        sizes = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
+        raise UserError(f"{to}expert-*-parallel-size: {sizes} must divide the {world_size} ranks")
 
 
 def make_layout(config, device):
@@ -1259,8 +1093,7 @@ class CriticWorker:
     """The critic of a PPO loop: every rank creates one and calls its methods in the same order."""
 
     def __init__(self, config):
-        if mistake := mistake_in(config):
-            raise UserError(mistake)
+        check_layout(config)
         self.config = config
         self.tokenizer, self.model_config = common.load_config(config)
         check_model_flags(config, self.model_config)
@@ -1745,8 +1578,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # ---- Context parallelism: ranks that share a row -------------------------------------------------
 #
 # A closed chapter behind --context-parallel-size. It is called from lay_out; CoreAttention gathers
-# keys and values. The flag is also read in mistake_in_layout, ranks_per_row (1 without it),
-# pack_unit, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
+# keys and values. The flag is also read in a rule of Config, check_layout, ranks_per_row (1 without
+# it), pack_unit, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
 # with_context_parallel. Only because of this chapter does shift move columns and not outputs.
 
 

@@ -43,7 +43,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, groupby, product
+from itertools import chain, groupby
 from math import ceil, inf, isfinite, log, nan
 from os.path import exists, realpath
 from time import perf_counter, sleep
@@ -70,21 +70,13 @@ def end_workers():
 
 
 def interrupted(*_):
-    """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
+    """Ends this process, by Ctrl-C, and its worker processes."""
     end_workers()
-    line = b"Ctrl-C     ended at once\n"
-    if os.isatty(2):
-        line = b"\n" + line  # after ^C
-    with suppress(OSError):
-        if os.environ.get("RANK", "") in ("", "0"):
-            os.write(2, line)
-    os._exit(128 + signal.SIGINT)
+    common.interrupted()
 
-
-if __name__ == "__main__":  # here, because the imports below take ten seconds
-    signal.signal(signal.SIGINT, interrupted)
 
 import cloudpickle
+import pydantic
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -132,7 +124,7 @@ AggMode = Literal[
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class ActorConfig:
     """The policy, and the frozen reference, which is the same model before training."""
 
@@ -179,8 +171,16 @@ class ActorConfig:
     weight_decay: Weight = 0.01  # AdamW's decoupled decay, on every weight
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
 
+    def __post_init__(self):
+        """ValueError names the flags that do not go together."""
+        if self.ratio_band:
+            low, high = self.ratio_band
+            if low >= high:
+                flag = f"{self.prefix}ratio-band {low:g} {high:g}"
+                raise ValueError(f"{flag}: LOW must be below HIGH")
 
-@dataclass(frozen=True)
+
+@pydantic.dataclasses.dataclass(frozen=True)
 class VLLMConfig:
     """The vLLM engine of --rollout vllm."""
 
@@ -192,7 +192,7 @@ class VLLMConfig:
     gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True)
 class Run:
     """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 
@@ -297,6 +297,45 @@ class Run:
     def uses_reference(self):
         """Whether a KL to the reference is part of the reward or of the actor's loss."""
         return self.kl_coef > 0 or self.actor.kl_loss_coef > 0
+
+    def __post_init__(self):
+        """ValueError names the flags that do not go together. See check_layout, too."""
+        # the task
+        if self.eval_prompts and not self.prompts:
+            flag = f"--eval-prompts {self.eval_prompts}"
+            raise ValueError(f"{flag}: needs --prompts; addition has its own")
+        if self.prompts and not (self.reward or self.reward_model):
+            raise ValueError(f"--prompts {self.prompts}: needs --reward or --reward-model")
+        if self.reward and self.reward_model:
+            words = f"--reward {self.reward}: excludes --reward-model"
+            raise ValueError(f"{words} {self.reward_model}; give only one")
+
+        # the algorithm
+        if self.target_kl and not self.kl_coef:
+            flag = f"--target-kl {self.target_kl:g}"
+            raise ValueError(f"{flag}: adapts --kl-coef, which must be above 0")
+        if self.lam_policy is not None and self.first_token_credit:
+            flag = f"--lam-policy {self.lam_policy:g}"
+            raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit:g}")
+        if self.old_log_probs == "engine" and self.top_p < 1:
+            words = f"with --top-p {self.top_p:g} they are not those of the policy"
+            raise ValueError(f"--old-log-probs engine: {words}")
+        if self.old_log_probs == "engine" and self.actor.tis_cap:
+            flag = f"--actor.tis-cap {self.actor.tis_cap:g}"
+            raise ValueError(f"{flag}: with --old-log-probs engine all its weights are 1")
+
+        # memory
+        if self.critic.ppo_max_token_len_per_gpu == "auto" and not self.offload:
+            words = "leaves the actor no memory; add --offload or give auto:GIB"
+            raise ValueError(f"--critic.ppo-max-token-len-per-gpu auto: {words}")
+
+        # a run sets aside its checkpoints and replaces its exports, so no model may come from them
+        ours = [realpath(f"{self.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
+        loaded = (self.actor.model, self.critic.model, self.reward_model)
+        theirs = [f"{realpath(name)}/" for name in loaded if name]
+        if any(path.startswith(f"{own}/") for path in theirs for own in ours):
+            words = "the run would replace a model there that it loads; give another"
+            raise ValueError(f"--out-dir {self.out_dir}: {words}")
 
 
 # ---- The algorithm: PPO for language models, with a critic ---------------------------------------
@@ -610,7 +649,7 @@ def training(run, task):
 
 def set_up(run):
     """-> (the run with the defaults of its task, Task). UserError: a mistake of the user."""
-    check_flags(run)
+    check_layout(run)
     run = with_defaults(run)
     actor = run.actor
     tokenizer, model_config = common.load_config(actor)
@@ -2636,6 +2675,7 @@ class Phases:
 
 def start():
     """Runs main with the flags of the command line, and leaves no worker process behind."""
+    signal.signal(signal.SIGINT, interrupted)
     try:
         main(parse(sys.argv[1:]))
     finally:
@@ -2644,35 +2684,21 @@ def start():
 
 def parse(args):
     """The command line as a Run. --critic is read first, because --critic.* flags depend on it."""
-    # which critic
     first = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    first.add_argument("--critic", nargs="?", default="fsdp")
+    first.add_argument("--critic", nargs="?")
     backend = first.parse_known_args(args)[0].critic
     if backend not in ("fsdp", "megatron"):
-        wrong = f"--critic {backend or ''}: must be fsdp or megatron"
-        raise UserError(f"{wrong}; flags of the critic are --critic.*")
-
-    # all flags; those of the critic have two defaults of their own here
+        backend = "fsdp"  # the default; tyro refuses another word below
     try:
-        critic_module(backend)
+        critic = critic_flags(backend)
     except ImportError as error:
         raise UserError(f"--critic {backend}: {error}") from None
-    critic = critic_flags(backend)(
-        model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size
-    )
-    run, unknown = critic_module(backend).read_flags(
-        Run,
-        args=args,
-        default=Run(critic=critic),
-        description=__doc__,
-        console_outputs=RANK == 0,
-        return_unknown_args=True,
-    )
-    if unknown:
-        hint = meant_by(unknown[0], backend)
-        wrong = f"{unknown[0]}: unknown with --critic {backend}"
-        raise UserError(f"{wrong}; {hint}--help explains all flags")
-    return run
+
+    # two of the critic's flags have a default of their own here
+    size = ActorConfig.ppo_mini_batch_size
+    default = Run(critic=critic(model="actor", ppo_mini_batch_size=size))
+    speaks = RANK == 0  # one rank speaks for all
+    return tyro.cli(Run, args=args, default=default, description=__doc__, console_outputs=speaks)
 
 
 def critic_module(backend):
@@ -2690,102 +2716,15 @@ def critic_flags(backend):
     return Config
 
 
-def flags_with(backend):
-    """All flags that exist with this critic, and the --no- form of those that are on or off."""
-    flags = []
-    for kind in (critic_flags(backend), ActorConfig, VLLMConfig, Run):
-        prefix = getattr(kind, "prefix", "--")
-        for flag in fields(kind):
-            name = flag.name.replace("_", "-")
-            flags.append(f"{prefix}{name}")
-            if flag.type is bool:
-                flags.append(f"{prefix}no-{name}")
-    return [flag for flag in flags if flag not in ("--actor", "--vllm", "--backend")]
-
-
-def meant_by(word, backend):
-    """What the user may have meant by a flag that is unknown with this critic: the start of a hint,
-    or an empty text."""
-    if not word.startswith("-"):
-        return ""
-    other = "megatron" if backend == "fsdp" else "fsdp"
-    flags = {backend: flags_with(backend)}
-    with suppress(Exception):  # Megatron-Core may be absent
-        flags[other] = flags_with(other)
-
-    # the prefix may be missing, so only names count: first the same one, then one that is similar
-    name_of = lambda flag: flag.lstrip("-").rpartition(".")[2]
-    word = word.partition("=")[0].replace("_", "-")
-    for likeness, critic in product((1.0, 0.75), flags):
-        names = [name_of(flag) for flag in flags[critic]]
-        near = difflib.get_close_matches(name_of(word), names, n=1, cutoff=likeness)
-        meant = [flag for flag in flags[critic] if name_of(flag) in near]
-        if "." in word and meant:
-            meant = difflib.get_close_matches(word, meant, n=1, cutoff=0.0)
-        if meant and critic == other:
-            it = "it" if meant[0] == word else meant[0]
-            return f"{it} is a flag of --critic {other}; "
-        if meant:
-            return f"perhaps you meant {' or '.join(meant)}; "
-    return ""
-
-
-def check_flags(run):
-    """Raises UserError for flags that cannot work, before any process group or model is built."""
-    critic_script = critic_module(run.backend)
-    mistake = critic_script.out_of_range(run)
-    mistake = mistake or mistake_in(run)
-    mistake = mistake or critic_script.mistake_in(run.critic)
-    if mistake:
-        raise UserError(mistake)
-
-
-def mistake_in(run):
-    """What is wrong with the flags of a Run that are not the critic's: one line, or None."""
-    # the task
-    if run.eval_prompts and not run.prompts:
-        return "--eval-prompts: needs --prompts; addition has its own"
-    if run.prompts and not (run.reward or run.reward_model):
-        return "--reward or --reward-model: --prompts needs one"
-    if run.reward and run.reward_model:
-        return "--reward, --reward-model: give only one"
-
-    # the algorithm
-    if run.target_kl and not run.kl_coef:
-        return "--target-kl: adapts --kl-coef, which must be above 0"
-    if run.lam_policy is not None and run.first_token_credit:
-        return "--lam-policy: excludes --first-token-credit"
-    if run.actor.ratio_band:
-        low, high = run.actor.ratio_band
-        if low >= high:
-            return "--actor.ratio-band: LOW must be below HIGH"
-    if run.old_log_probs == "engine":
-        if run.top_p < 1:
-            return "--old-log-probs engine: with --top-p below 1 they are not those of the policy"
-        if run.actor.tis_cap:
-            return "--actor.tis-cap: with --old-log-probs engine all its weights are 1"
-
-    # the rollout, and memory
+def check_layout(run):
+    """UserError unless this machine has the engine, and the ranks can share the work as the flags
+    say. It is called before any process group or model is built."""
     if run.rollout == "vllm" and not util.find_spec("vllm"):
-        return "--rollout vllm: needs vllm, see README.md"
-    if WORLD_SIZE % run.vllm.tensor_parallel_size:
-        return f"--vllm.tensor-parallel-size: must divide the {WORLD_SIZE} ranks"
-    if run.critic.ppo_max_token_len_per_gpu == "auto" and not run.offload:
-        return (
-            "--critic.ppo-max-token-len-per-gpu auto: leaves the actor no memory;"
-            " add --offload or give auto:GIB"
-        )
-
-    # a run sets aside its checkpoints and replaces its exports, so no model may come from them
-    ours = [realpath(f"{run.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
-    loaded = (run.actor.model, run.critic.model, run.reward_model or "")
-    theirs = [f"{realpath(name)}/" for name in loaded if name]
-    if any(path.startswith(f"{own}/") for path in theirs for own in ours):
-        return (
-            f"--out-dir {run.out_dir}: the run would replace a model there that it loads;"
-            " give another"
-        )
-    return None
+        raise UserError("--rollout vllm: needs vllm, see README.md")
+    size = run.vllm.tensor_parallel_size
+    if WORLD_SIZE % size:
+        raise UserError(f"--vllm.tensor-parallel-size {size}: must divide the {WORLD_SIZE} ranks")
+    critic_module(run.backend).check_layout(run.critic, WORLD_SIZE)
 
 
 # ---- The user's functions: Pebble calls them in processes of their own ---------------------------
