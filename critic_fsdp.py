@@ -144,7 +144,7 @@ class Config:
         # the value head
         if self.value_range:
             low, high = self.value_range
-            flag = f"{to}value-range {low:g} {high:g}"
+            flag = f"{to}value-range {low} {high}"
             if self.value_head == "scalar":
                 raise ValueError(f"{flag}: needs {to}value-head bounded or hl_gauss")
             if not low < high:

@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import collections
 import ctypes
-import difflib
 import inspect
 import json
 import multiprocessing
@@ -176,7 +175,7 @@ class ActorConfig:
         if self.ratio_band:
             low, high = self.ratio_band
             if low >= high:
-                flag = f"{self.prefix}ratio-band {low:g} {high:g}"
+                flag = f"{self.prefix}ratio-band {low} {high}"
                 raise ValueError(f"{flag}: LOW must be below HIGH")
 
 
@@ -312,16 +311,16 @@ class Run:
 
         # the algorithm
         if self.target_kl and not self.kl_coef:
-            flag = f"--target-kl {self.target_kl:g}"
+            flag = f"--target-kl {self.target_kl}"
             raise ValueError(f"{flag}: adapts --kl-coef, which must be above 0")
         if self.lam_policy is not None and self.first_token_credit:
-            flag = f"--lam-policy {self.lam_policy:g}"
-            raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit:g}")
+            flag = f"--lam-policy {self.lam_policy}"
+            raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit}")
         if self.old_log_probs == "engine" and self.top_p < 1:
-            words = f"with --top-p {self.top_p:g} they are not those of the policy"
+            words = f"with --top-p {self.top_p} they are not those of the policy"
             raise ValueError(f"--old-log-probs engine: {words}")
         if self.old_log_probs == "engine" and self.actor.tis_cap:
-            flag = f"--actor.tis-cap {self.actor.tis_cap:g}"
+            flag = f"--actor.tis-cap {self.actor.tis_cap}"
             raise ValueError(f"{flag}: with --old-log-probs engine all its weights are 1")
 
         # memory

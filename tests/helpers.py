@@ -174,16 +174,32 @@ def succeeded(process):
 
 
 def help_of(page):
-    """title of a section -> {flag: what it means}, from the page that --help prints."""
-    flags = re.compile(r"^  (--\S+)(?: \S+)*(?:  +|\n {36})(.*(?:\n {36}.*)*)", flags=re.M)
-    _, *found = re.split(r"^---- (.+?) -+\n", page, flags=re.M)
-    return {
-        title: {
-            flag.replace("[no-]", ""): " ".join(words.split())
-            for flag, words in flags.findall(section)
-        }
-        for title, section in zip(found[::2], found[1::2])
-    }
+    """title of a box -> {flag: what it means}, from the page that --help prints."""
+    boxes = {}
+    for line in page.partition("╭")[2].splitlines():
+        text = line.strip("│╭╮╰╯─ ")
+        if line.startswith(("─", "╭")):
+            boxes[text] = {}
+        elif text.startswith("-"):
+            flag = text.split()[0].rstrip(",")
+            boxes[[*boxes][-1]][flag] = ""
+        elif line.startswith("│      "):
+            boxes[[*boxes][-1]][flag] += f"{text} "
+    del boxes["options"]["-h"]
+    return boxes
+
+
+def explained(boxes, *kinds):
+    """Asserts that help_of has the flags of these dataclasses, each with words and default."""
+    ours = {flag: words for box in boxes.values() for flag, words in box.items()}
+    names = []
+    for kind in kinds:
+        prefix = getattr(kind, "prefix", "--")
+        names += [prefix + field.name.replace("_", "-") for field in dataclasses.fields(kind)]
+    groups = {"--critic", "--actor", "--vllm", "--backend"}
+    assert set(names) - groups == set(ours) - groups
+    for words in ours.values():
+        assert re.fullmatch(r".{8,} \(default: .*\) ", words) and "----" not in words, words
 
 
 def write_manifest(folder):
@@ -241,6 +257,21 @@ def refused(words, begin="", end="", kind=common.UserError):
     assert words in said and said.startswith(begin) and said.endswith(end) and "\n" not in said, (
         said
     )
+
+
+@contextlib.contextmanager
+def refused_in_a_box(capfd, *words):
+    """What is done within must end with status 2, and tyro's box must hold these words."""
+    with pytest.raises(SystemExit) as stop:
+        yield
+    said = in_one_line(capfd.readouterr().err)
+    assert stop.value.code == 2 and all(x in said for x in words), said
+
+
+def in_one_line(box):
+    """The text in a box of tyro's."""
+    assert box.startswith("╭"), box
+    return " ".join(line.strip("│╭╮╰╯─ ") for line in box.splitlines())
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from helpers import ran, random_batch, worker
 
 import common
 import ppo_loop
-from critic_fsdp import gather_slices, trade
+from critic_fsdp import Config, gather_slices, trade
 
 
 def test_1_a_value_is_read_before_its_action():
@@ -122,7 +122,7 @@ def test_6_a_critic_that_always_says_7(lam):
         batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
         says = lambda batch: value * batch.response_mask  # noqa: B023
         critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
-        run = ppo_loop.Run(critic=None, lam=lam, critic_where_it_helps=helps)
+        run = ppo_loop.Run(Config(), lam=lam, critic_where_it_helps=helps)
         ppo_loop.assign_credit(batch, batch, [0.0, 1.0] * 4, 0.0, run, critic)
         found.append(batch.advantages)
     returns, sevens, with_the_flag = found

@@ -189,7 +189,7 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     monkeypatch.setattr(ppo_loop, "poll", lambda: None)
     replies = [Reply(Prompt([1], f"p{i}", i), i, text=f"r{i}") for i in range(3)]
     reward = lambda prompt, response, i: [0.25, None, "x"][i]
-    run = ppo_loop.Run(critic=None, out_dir=str(tmp_path))
+    run = a_run(out_dir=str(tmp_path))
     rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
 
     assert rewards == [1.0, 0.5, 0.0, 0.25, 0.0, 0.0] and mean == 1.75 / 6 and faults == 3

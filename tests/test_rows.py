@@ -48,9 +48,14 @@ def text_of_row(tokenizer, **row):
     return tokenizer.decode(common.read_rows([json.dumps(GOOD | row)], tokenizer).input_ids)
 
 
+def a_run_on_prompts(**fields):
+    """A Run of ppo_loop.py that reads a file's prompts."""
+    return ppo_loop.Run(critic_fsdp.Config(), prompts="x", reward="mine.py:f", **fields)
+
+
 def text_of_prompt(tokenizer, **row):
     """A prompt as PPO's actor reads it, and its text for reward functions."""
-    run = ppo_loop.Run(critic=critic_fsdp.Config(), prompts="x")
+    run = a_run_on_prompts()
     (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, tokenizer)
     return tokenizer.decode(prompt.ids), prompt.text
 
@@ -275,7 +280,7 @@ def test_the_loop_reads_nested_answers_as_verl_writes_them(key, answer):
         "reward_model": {"ground_truth": "#### 2"},
         "extra_info": {"answer": 3},
     }
-    run = ppo_loop.Run(critic=None, prompts="x", answer_key=key)
+    run = a_run_on_prompts(answer_key=key)
     (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, a_tokenizer())
     assert (prompt.text, prompt.answer) == ("1+1?", answer)
 
@@ -290,7 +295,7 @@ def test_tools_and_options_reach_the_chat_template():
     rows = common.read_rows([json.dumps(row)], tokenizer, chat={"enable_thinking": False})
     assert tokenizer.decode(rows.input_ids) == "[add]<user>1+1?<think></think>2<eos>"
 
-    run = ppo_loop.Run(critic=None, prompts="x", chat_template_kwargs='{"enable_thinking": false}')
+    run = a_run_on_prompts(chat_template_kwargs='{"enable_thinking": false}')
     line = json.dumps({"prompt": [USER], "tools": [{"name": "add"}]})
     (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
     assert tokenizer.decode(prompt.ids) == "[add]<user>1+1?<think></think>"
@@ -357,7 +362,7 @@ def test_a_row_with_a_hint_begins_once_and_never_ends_in_its_middle(
     assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
 
     # the actor reads no hint
-    run = ppo_loop.Run(critic=None, prompts="x", prompt_key=key, privileged_key="answer")
+    run = a_run_on_prompts(prompt_key=key, privileged_key="answer")
     (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
     assert tokenizer.decode(prompt.critic_ids) == f"{begin}{hint}{shown}"
     assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
@@ -422,7 +427,7 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
 
     # as rows, as prompts, and as lines to which scores are added
     assert torch.equal(common.read_rows(str(path), tokenizer).input_ids, expected.input_ids)
-    run = ppo_loop.Run(critic=None, prompts=str(path))
+    run = a_run_on_prompts()
     prompts = ppo_loop.load_prompts(str(path), "--prompts", run, tokenizer)
     assert [prompt.text for prompt in prompts] == ["1+1=", "é="]
     expected.values = expected.token_level_rewards.clone()

@@ -83,18 +83,6 @@ def weights(out):
 # ---- Ctrl-C --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
-def test_ctrl_c_during_the_imports_ends_in_one_line(script, tmp_path):
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    process = subprocess.Popen([sys.executable, *flags_of(script, tmp_path / "out")], **pipes)
-    until(
-        lambda: "libtorch" in pathlib.Path(f"/proc/{process.pid}/maps").read_text(),
-        "the import of torch",
-    )
-    process.send_signal(signal.SIGINT)
-    assert (*process.communicate(timeout=60), process.returncode) == ("", LINE, 130)
-
-
 @pytest.mark.parametrize("script, what, flags", [
     ("critic_fsdp", "common.read_rows", ()),
     ("critic_megatron", "common.init_value_head", ()),

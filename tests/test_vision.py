@@ -489,7 +489,7 @@ def test_an_actor_learns_from_images_as_transformers_in_float64(name, folders):
 
 
 def load_prompts(path, w, **fields):
-    run = a_run(actor=w.config, prompts=str(path), **fields)
+    run = a_run(actor=w.config, prompts=str(path), reward="mine.py:f", **fields)
     return ppo_loop.load_prompts(str(path), "--prompts", run, TOKENIZER, w.images)
 
 
@@ -575,7 +575,7 @@ def test_a_chat_shows_images_where_its_template_puts_them(rollouts):
     chat = [{"role": "system", "content": "s"}, {"role": "user", "content": parts}]
     row = {"prompt": chat, "images": ["b.png"]}
     rollouts.write_text(json.dumps(row))
-    run = a_run(prompts=str(rollouts), actor=w.config)
+    run = a_run(prompts=str(rollouts), reward="mine.py:f", actor=w.config)
     (prompt,) = ppo_loop.load_prompts(str(rollouts), "--prompts", run, tokenizer, w.images)
     expected = tokenizer.encode("s;a") + [START, *[IMAGE] * 8, END] + tokenizer.encode("b;")
     assert (prompt.ids, prompt.text) == (expected, "ab")
