@@ -31,7 +31,6 @@ def sections(module):
 def test_both_scripts_have_the_same_sections_in_the_same_order():
     shared = [
         "Config",
-        "Flags",
         "Value model",
         "Parallelism",
         "Batching",

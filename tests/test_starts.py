@@ -124,6 +124,12 @@ def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     ends_in_one_line(process, f"--rollouts {tmp_path}/two\\nlines (FileNotFoundError")
 
 
+def test_a_flag_that_python_sets_is_one_line():
+    program = "import common, critic_fsdp; common.launch(lambda: critic_fsdp.Config(lr=-1))"
+    process = run(sys.executable, "-c", program, timeout=60)
+    ends_in_one_line(process, "for Config lr Input should be greater than 0 [type=greater_than")
+
+
 def test_letters_that_a_terminal_lacks_end_no_run():
     """As the name of a file, or the text of a row, on a terminal that knows ASCII only."""
     say = "import common; common.launch(lambda: common.print0('prompts é 中.jsonl'))"
