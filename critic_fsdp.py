@@ -21,13 +21,15 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 """
 
 import collections
+import io
 import itertools
 import math
 import os
 import re
+import sys
 import time
 import warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import lru_cache, partial
@@ -238,7 +240,8 @@ class Run:
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
-    RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
+    with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
+        RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
 
 import torch
 import torch.distributed as dist

@@ -22,6 +22,7 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 """
 
 import collections
+import io
 import itertools
 import json
 import logging
@@ -31,7 +32,7 @@ import re
 import sys
 import time
 import warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from heapq import heapreplace
@@ -240,7 +241,8 @@ class Run:
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
-    RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
+    with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
+        RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
 
 import torch
 import torch.distributed as dist

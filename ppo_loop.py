@@ -23,6 +23,7 @@ import asyncio
 import collections
 import ctypes
 import inspect
+import io
 import json
 import multiprocessing
 import os
@@ -37,7 +38,7 @@ import traceback
 import warnings
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
@@ -2696,8 +2697,10 @@ def parse(args):
     # two of the critic's flags have a default of their own here
     size = ActorConfig.ppo_mini_batch_size
     default = Run(critic=critic(model="actor", ppo_mini_batch_size=size))
+    options = {"args": args, "default": default, "description": __doc__}
     speaks = RANK == 0  # one rank speaks for all
-    return tyro.cli(Run, args=args, default=default, description=__doc__, console_outputs=speaks)
+    with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
+        return tyro.cli(Run, **options, console_outputs=speaks)
 
 
 def critic_module(backend):

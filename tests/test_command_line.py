@@ -113,8 +113,7 @@ def test_impossible_flags_and_missing_models_are_named(words, kind, fields):
 
 
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
-    """In a row (on two ranks), a budget, a folder; if training diverges. One rank alone names a
-    flag, in a box."""
+    """In a row (on two ranks), a budget, a folder; if training diverges."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps({**GOOD, "reward": math.nan}))
     out = tmp_path / "out"
@@ -133,12 +132,22 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
             process.stderr
         )
 
+
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron", "ppo_loop"])
+@pytest.mark.parametrize("flags, words", [
+    ("--lrr 3", "Unrecognized options: --"), ("--steps x", "Error parsing --steps: invalid"),
+    ("--steps 0", "Input should be greater"), ("--score /", "must be a file"),
+])  # fmt: skip
+def test_one_rank_alone_says_what_is_wrong_with_a_flag(script, flags, words):
+    if script == "ppo_loop":
+        flags = flags.replace("--score /", "--target-kl 1")
+        words = words.replace("must be a file", "adapts --kl-coef")
+    place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for rank, said in (("0", 1), ("1", 0)):
-        place = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": "2"}
-        unknown = run(sys.executable, SCRIPT, "--lrr", "3", **numbers, **place)
-        assert unknown.returncode == 2
-        assert (unknown.stdout + unknown.stderr).count("Unrecognized options: --lrr") == said
+        process = run(sys.executable, ROOT / f"{script}.py", *flags.split(), **numbers, **place)
+        assert process.returncode == 2
+        assert (process.stdout + process.stderr).count(words) == said
 
 
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
