@@ -50,7 +50,8 @@ def text_of_row(tokenizer, **row):
 
 def a_run_on_prompts(**fields):
     """A Run of ppo_loop.py that reads a file's prompts."""
-    return ppo_loop.Run(critic_fsdp.Config(), prompts="x", reward="mine.py:f", **fields)
+    fields = {"prompts": "x", "reward": "mine.py:f", **fields}
+    return ppo_loop.Run(critic_fsdp.Config(), **fields)
 
 
 def text_of_prompt(tokenizer, **row):
@@ -186,7 +187,7 @@ def test_of_a_long_text_the_ends_are_shown(capsys):
 def test_the_loop_shows_its_first_prompt(tmp_path, capsys):
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps({"prompt": [USER]}))
-    run = ppo_loop.Run(critic=None, prompts=str(path))
+    run = a_run_on_prompts(prompts=str(path))
     ppo_loop.read_prompts(run, a_tokenizer(), None)
     assert "first row  '<user>1+1?'\n" in capsys.readouterr().out
 
