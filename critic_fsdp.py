@@ -29,12 +29,11 @@ import re
 import sys
 import time
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
-from datetime import timedelta
 from functools import lru_cache, partial
 from heapq import heapreplace
-from os.path import exists, isdir, isfile, realpath
+from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -167,12 +166,12 @@ class Config:
             raise ValueError(f"{to}betas {self.betas}: must be below 1")
 
         # the layout
-        if self.ulysses_size > 1 and not self.use_remove_padding:
-            flag = f"{to}ulysses-size {self.ulysses_size}"
-            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
         if self.strategy == "fsdp1" and (self.offload_policy or self.defer_grad_sync):
             flags = f"{to}offload-policy and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
+        if self.ulysses_size > 1 and not self.use_remove_padding:
+            flag = f"{to}ulysses-size {self.ulysses_size}"
+            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -249,12 +248,23 @@ import torch.nn as nn
 import torch.nn.functional as F
 import transformers
 from safetensors.torch import save_file
+from torch.profiler import record_function
+from transformers import AutoModel
+
+# what only this script needs
+warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # only read
+warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
+warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
+
+from contextlib import nullcontext
+from datetime import timedelta
+from os.path import isdir
+
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict
-from torch.profiler import record_function
-from transformers import AutoModel, Qwen2VLImageProcessorPil
+from transformers import Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
 
@@ -264,9 +274,6 @@ from common import RANK, WORLD_SIZE, Batch, Pack, UserError, blame, of_all_ranks
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that reads alone
-warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # only read
-warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
-warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
 
 
 # ---- Value model: a decoder and a value head in float32 ------------------------------------------
@@ -274,7 +281,6 @@ warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts its
 
 class ValueModel(nn.Module):
     """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token.
-
     With --value-head hl_gauss, the head gives the N logits of a distribution instead."""
 
     def __init__(self, backbone):
@@ -358,22 +364,6 @@ class Layout(NamedTuple):
     fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
     dp_ranks: list  # the dp_rank of each rank
     gives_values: list  # for each rank, whether it gives values back: one of those that share a row
-
-
-def check_layout(config, world_size=WORLD_SIZE):
-    """UserError unless the ranks can share the work as the flags say."""
-    to = config.prefix
-    if world_size % config.ulysses_size:
-        flag = f"{to}ulysses-size {config.ulysses_size}"
-        raise UserError(f"{flag}: must divide the {world_size} ranks")
-
-    shards = world_size if config.fsdp_size == -1 else config.fsdp_size
-    if shards < 1 or world_size % shards:
-        flag = f"{to}fsdp-size {config.fsdp_size}"
-        raise UserError(f"{flag}: must divide the {world_size} ranks, or be -1")
-    if config.strategy == "fsdp1" and shards == 1 < world_size:  # FSDP1 would not average over them
-        words = f"fsdp1 cannot keep whole replicas; use {to}strategy none"
-        raise UserError(f"{to}fsdp-size 1: {words}")
 
 
 def make_layout(config, device):
@@ -576,38 +566,10 @@ def pack_rows(batch, device, share, unit=1):
     return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
 
 
-def ranks_per_row(config):
-    """How many ranks share the tokens of a row."""
-    return config.ulysses_size
-
-
-def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, which ranks split."""
-    return config.ulysses_size
-
-
-def check_model_flags(config, model_config):
-    """UserError for flags that do not fit this model, or for a model that cannot be built."""
-    to = config.prefix
-    with blame(f"{to}model {config.model}: has no attention"):
-        heads = model_config.get_text_config().num_attention_heads
-    sp = config.ulysses_size
-    if heads % sp:
-        raise UserError(f"{to}ulysses-size {sp}: must divide {heads} attention heads")
-
-    skeleton = build_skeleton(config, model_config)
-    if config.strategy != "fsdp1":
-        common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
-
-
-def check_budget(config, longest, row):
-    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
-    least = (longest + -longest % pack_unit(config)) // ranks_per_row(config)
-    given = config.ppo_max_token_len_per_gpu
-    if isinstance(given, int) and given < least:
-        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
-        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
-    return least
+def row_sharing(config):
+    """(how many ranks share the tokens of a row; a micro-batch is padded at its end to a multiple
+    of this many slots, which they split)."""
+    return config.ulysses_size, config.ulysses_size
 
 
 # ---- The critic: forward, loss, step -------------------------------------------------------------
@@ -700,7 +662,7 @@ class DataParallelPPOCritic:
         # which token is in each slot, T in those of padding
         total = len(piece.input_ids)
         if self.config.use_remove_padding:
-            unit = pack_unit(self.config)
+            _, unit = row_sharing(self.config)
             share = self.config.share_prompts
             slots_S, index_T, pack = pack_rows(piece, self.layout.device, share, unit)
             slots = slots_S[None]
@@ -988,7 +950,7 @@ class CriticWorker:
         flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         least = check_budget(config, longest, row)
         budget = config.ppo_max_token_len_per_gpu
-        together = ranks_per_row(config)
+        together, unit = row_sharing(config)
 
         if isinstance(budget, str):  # auto, or auto:GIB
             state = self.state_bytes()
@@ -1000,7 +962,6 @@ class CriticWorker:
         if self.halvings:
             budget = max(budget >> self.halvings, least)
             print0(f"memory     ran out before, so {flag} is lowered to {budget}")
-        unit = pack_unit(config)
         self.critic.max_tokens = budget * together // unit * unit
 
     def state_bytes(self):
@@ -1182,11 +1143,7 @@ class CriticWorker:
 
     def shape(self):
         """What a checkpoint and the run that resumes it must have in common."""
-        more = {"freeze_modules": self.config.freeze_modules}
-        if self.config.lora_rank:
-            more["lora_rank"] = self.config.lora_rank
-            more["lora_alpha"] = self.config.lora_alpha
-        return common.shape_of(self.model_config, more)
+        return common.shape_of(self.model_config, what_trains(self.config))
 
     def export_hf(self, folder):
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
@@ -1209,6 +1166,47 @@ class CriticWorker:
                 save_hf(state, self.model_config, tmp)
                 for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
+
+
+def check_layout(config, world_size=WORLD_SIZE):
+    """UserError unless the ranks can share the work as the flags say."""
+    to = config.prefix
+    if world_size % config.ulysses_size:
+        flag = f"{to}ulysses-size {config.ulysses_size}"
+        raise UserError(f"{flag}: must divide the {world_size} ranks")
+
+    shards = world_size if config.fsdp_size == -1 else config.fsdp_size
+    if shards < 1 or world_size % shards:
+        flag = f"{to}fsdp-size {config.fsdp_size}"
+        raise UserError(f"{flag}: must divide the {world_size} ranks, or be -1")
+    if config.strategy == "fsdp1" and shards == 1 < world_size:  # FSDP1 would not average over them
+        words = f"fsdp1 cannot keep whole replicas; use {to}strategy none"
+        raise UserError(f"{to}fsdp-size 1: {words}")
+
+
+def check_model_flags(config, model_config):
+    """UserError for flags that do not fit this model, or for a model that cannot be built."""
+    to = config.prefix
+    with blame(f"{to}model {config.model}: has no attention"):
+        heads = model_config.get_text_config().num_attention_heads
+    sp = config.ulysses_size
+    if heads % sp:
+        raise UserError(f"{to}ulysses-size {sp}: must divide {heads} attention heads")
+
+    skeleton = build_skeleton(config, model_config)
+    if config.strategy != "fsdp1":
+        common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
+
+
+def check_budget(config, longest, row):
+    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
+    together, unit = row_sharing(config)
+    least = (longest + -longest % unit) // together
+    given = config.ppo_max_token_len_per_gpu
+    if isinstance(given, int) and given < least:
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
+        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
+    return least
 
 
 # ---- Checkpoints and export ----------------------------------------------------------------------
@@ -1486,9 +1484,9 @@ def trade(x, group, scatter, gather):
 # ---- LoRA and frozen weights ---------------------------------------------------------------------
 #
 # A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
-# build_skeleton (freeze, add_lora), read_weights (add_lora) and export_hf (merge_lora). `shape`
-# names the flags; LoRA also has units in shard_fsdp1 (adapter) and a warnings filter
-# (fan_in_fan_out). Freezing has units in shard_fsdp1, too (frozen).
+# build_skeleton (freeze, add_lora), read_weights (add_lora), `shape` (what_trains) and export_hf
+# (merge_lora). LoRA also has units in shard_fsdp1 (adapter) and a warnings filter (fan_in_fan_out).
+# Freezing has units in shard_fsdp1, too (frozen).
 
 
 def freeze(model, config):
@@ -1505,6 +1503,14 @@ def freeze(model, config):
             raise ValueError("must match some of the weights, but not all")
     for p in frozen:
         p.requires_grad_(False)
+
+
+def what_trains(config):
+    """The flags that decide which weights train. A resumed run must have the same."""
+    flags = {"freeze_modules": config.freeze_modules}
+    if config.lora_rank:
+        flags |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
+    return flags
 
 
 def add_lora(backbone, config):

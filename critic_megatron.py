@@ -24,8 +24,6 @@ Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; 
 import collections
 import io
 import itertools
-import json
-import logging
 import math
 import os
 import re
@@ -36,7 +34,6 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from heapq import heapreplace
-from importlib.util import find_spec
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -167,13 +164,13 @@ class Config:
             raise ValueError(f"{to}betas {self.betas}: must be below 1")
 
         # the layout
-        if self.context_parallel_size > 1 and not self.use_remove_padding:
-            flag = f"{to}context-parallel-size {self.context_parallel_size}"
-            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
         chunks = self.virtual_pipeline_model_parallel_size
         if chunks > 1 and self.pipeline_model_parallel_size == 1:
             flag = f"{to}virtual-pipeline-model-parallel-size {chunks}"
             raise ValueError(f"{flag}: needs {to}pipeline-model-parallel-size above 1")
+        if self.context_parallel_size > 1 and not self.use_remove_padding:
+            flag = f"{to}context-parallel-size {self.context_parallel_size}"
+            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -249,20 +246,31 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
+from safetensors.torch import save_file
+from torch.profiler import record_function
+from transformers import AutoModel
 
-if find_spec("megatron") is None:  # there is no wheel of it for Python 3.14
+# what only this script needs
+if not torch.cuda.is_available():
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron would load a compiler, which is not used
+os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it overlaps communication
+megatron_words = "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute"
+warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  # of 0.16.1
+warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+
+try:
+    from megatron.core import parallel_state as mpu
+except ImportError as error:  # there is no wheel of it for Python 3.14
     words = "no megatron-core here: pip install megatron-core==0.16.1 (Python 3.11 to 3.13)"
     if __name__ == "__main__":
         print(f"error: {words}; or use critic_fsdp.py" if speaks else "", file=sys.stderr)
         sys.exit(2)
-    raise ImportError(words)
-if not torch.cuda.is_available():
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron would load a compiler, which is not used
-os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it overlaps communication
-warnings.filterwarnings("ignore", message="(Transformer Engine and )?Apex (is|are) not installed")
+    raise ImportError(words) from error
+
+import json
+import logging
 
 from megatron.core import optimizer as megatron_optimizer
-from megatron.core import parallel_state as mpu
 from megatron.core import tensor_parallel
 from megatron.core.distributed import (
     DistributedDataParallel,
@@ -276,10 +284,9 @@ from megatron.core.pipeline_parallel import get_forward_backward_func
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
-from safetensors.torch import save_file
-from torch.profiler import record_function
-from transformers import AutoModel
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
+
+logging.getLogger("megatron.core").setLevel(logging.ERROR)  # advice for its own developers
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Pack, UserError, blame, of_all_ranks, print0, published
@@ -287,9 +294,6 @@ from common import RANK, WORLD_SIZE, Batch, Pack, UserError, blame, of_all_ranks
 transformers.logging.set_verbosity_error()  # the run prints one line about the weights
 transformers.logging.disable_progress_bar()
 warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank that reads alone
-logging.getLogger("megatron.core").setLevel(logging.ERROR)  # advice for its own developers
-megatron_words = "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute"
-warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  # of 0.16.1
 
 
 # ---- Value model: a decoder and a value head in float32 ------------------------------------------
@@ -297,7 +301,6 @@ warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  #
 
 class ValueHead(nn.Linear):
     """v = w . h + b on the hidden state of every token, in float32, in place of GPTModel's head.
-
     Tensor-parallel ranks have a copy each. With --value-head hl_gauss it gives N logits instead."""
 
     def __init__(self, config, outputs):
@@ -411,23 +414,6 @@ class Layout(NamedTuple):
     cp_rank: int
     dp_ranks: list  # the dp_rank of each rank
     gives_values: list  # for each rank, whether it gives values back: one of those that share a row
-
-
-def check_layout(config, world_size=WORLD_SIZE):
-    """UserError unless the ranks can share the work as the flags say."""
-    to = config.prefix
-    tp = config.tensor_model_parallel_size
-    pp = config.pipeline_model_parallel_size
-    cp = config.context_parallel_size
-    if world_size % (tp * pp * cp):
-        sizes = f"tensor {tp} x pipeline {pp} x context {cp}"
-        raise UserError(f"{to}*-parallel-size: {sizes} must divide the {world_size} ranks")
-
-    ep = config.expert_model_parallel_size
-    etp = config.expert_tensor_parallel_size or tp
-    if world_size % (ep * etp * pp):
-        sizes = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
-        raise UserError(f"{to}expert-*-parallel-size: {sizes} must divide the {world_size} ranks")
 
 
 def make_layout(config, device):
@@ -657,57 +643,15 @@ def pack_rows(batch, device, share, unit=1):
     return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
 
 
-def ranks_per_row(config):
-    """How many ranks share the tokens of a row."""
-    return config.context_parallel_size
-
-
-def pack_unit(config):
-    """A micro-batch is padded at its end to a multiple of this many slots, which ranks split."""
+def row_sharing(config):
+    """(how many ranks share the tokens of a row; a micro-batch is padded at its end to a multiple
+    of this many slots, which they split)."""
     # each of p context-parallel ranks has two of 2 p equal pieces
-    unit = 1
-    if config.context_parallel_size > 1:
-        unit = 2 * config.context_parallel_size
+    ranks = config.context_parallel_size
+    unit = 2 * ranks if ranks > 1 else 1
     if splits_sequence(config):
         unit *= config.tensor_model_parallel_size
-    return unit
-
-
-def check_model_flags(config, model_config):
-    """UserError for flags that do not fit this model, or for a model that cannot be built."""
-    c = model_config
-    name = f"{config.prefix}model {config.model}"
-    if c.model_type not in FAMILIES:
-        words = f"{c.model_type} is not among {', '.join(FAMILIES)}"
-        raise UserError(f"{name}: {words}; use critic_fsdp.py")
-
-    cannot_be_built = f"{name}: cannot be built with these parallel sizes"
-    with blame(cannot_be_built):
-        skeleton = build_skeleton(config, c)
-    if odd := computed_otherwise(c, skeleton["model"].state_dict()):
-        raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
-
-    if c.num_attention_heads % c.num_key_value_heads:
-        words = f"num_key_value_heads {c.num_key_value_heads} must divide num_attention_heads"
-        raise UserError(f"{name}: {words} {c.num_attention_heads}")
-    splits_matrices = config.tensor_model_parallel_size > 1
-    if hasattr(c, "num_experts_per_tok") and splits_matrices and not config.sequence_parallel:
-        words = "MoE with tensor parallelism needs sequence parallelism"
-        raise UserError(f"{config.prefix}no-sequence-parallel: {words}")
-
-    # Megatron's own rules, before any process group is built
-    with blame(cannot_be_built):
-        transformer_config(config, c, skeleton, torch.float32)
-
-
-def check_budget(config, longest, row):
-    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
-    least = (longest + -longest % pack_unit(config)) // ranks_per_row(config)
-    given = config.ppo_max_token_len_per_gpu
-    if isinstance(given, int) and given < least:
-        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
-        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
-    return least
+    return ranks, unit
 
 
 # ---- The critic: forward, loss, step -------------------------------------------------------------
@@ -817,7 +761,7 @@ class MegatronPPOCritic:
     def lay_out(self, piece):
         """(slots, Pack): which token of a micro-batch's rows is in each slot of this rank."""
         config = self.config
-        unit = pack_unit(config)
+        _, unit = row_sharing(config)
         if config.context_parallel_size > 1:
             return share_context(piece, config, self.layout)
         if config.use_remove_padding:
@@ -1145,7 +1089,7 @@ class CriticWorker:
         flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         least = check_budget(config, longest, row)
         budget = config.ppo_max_token_len_per_gpu
-        together = ranks_per_row(config)
+        together, unit = row_sharing(config)
 
         if isinstance(budget, str):  # auto, or auto:GIB
             state = self.state_bytes()
@@ -1157,7 +1101,6 @@ class CriticWorker:
         if self.halvings:
             budget = max(budget >> self.halvings, least)
             print0(f"memory     ran out before, so {flag} is lowered to {budget}")
-        unit = pack_unit(config)
         self.critic.max_tokens = budget * together // unit * unit
 
     def state_bytes(self):
@@ -1347,8 +1290,7 @@ class CriticWorker:
 
     def shape(self):
         """What a checkpoint and the run that resumes it must have in common."""
-        more = {"freeze_modules": self.config.freeze_modules}
-        return common.shape_of(self.model_config, more)
+        return common.shape_of(self.model_config, what_trains(self.config))
 
     def export_hf(self, folder):
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
@@ -1387,6 +1329,61 @@ class CriticWorker:
             if RANK == 0:
                 for part in filter(None, (self.model_config, self.tokenizer)):
                     part.save_pretrained(tmp)
+
+
+def check_layout(config, world_size=WORLD_SIZE):
+    """UserError unless the ranks can share the work as the flags say."""
+    to = config.prefix
+    tp = config.tensor_model_parallel_size
+    pp = config.pipeline_model_parallel_size
+    cp = config.context_parallel_size
+    if world_size % (tp * pp * cp):
+        sizes = f"tensor {tp} x pipeline {pp} x context {cp}"
+        raise UserError(f"{to}*-parallel-size: {sizes} must divide the {world_size} ranks")
+
+    ep = config.expert_model_parallel_size
+    etp = config.expert_tensor_parallel_size or tp
+    if world_size % (ep * etp * pp):
+        sizes = f"expert {ep} x expert-tensor {etp} x pipeline {pp}"
+        raise UserError(f"{to}expert-*-parallel-size: {sizes} must divide the {world_size} ranks")
+
+
+def check_model_flags(config, model_config):
+    """UserError for flags that do not fit this model, or for a model that cannot be built."""
+    c = model_config
+    name = f"{config.prefix}model {config.model}"
+    if c.model_type not in FAMILIES:
+        words = f"{c.model_type} is not among {', '.join(FAMILIES)}"
+        raise UserError(f"{name}: {words}; use critic_fsdp.py")
+
+    cannot_be_built = f"{name}: cannot be built with these parallel sizes"
+    with blame(cannot_be_built):
+        skeleton = build_skeleton(config, c)
+    if odd := computed_otherwise(c, skeleton["model"].state_dict()):
+        raise UserError(f"{name}: {', '.join(odd)} is not supported here; use critic_fsdp.py")
+
+    if c.num_attention_heads % c.num_key_value_heads:
+        words = f"num_key_value_heads {c.num_key_value_heads} must divide num_attention_heads"
+        raise UserError(f"{name}: {words} {c.num_attention_heads}")
+    splits_matrices = config.tensor_model_parallel_size > 1
+    if hasattr(c, "num_experts_per_tok") and splits_matrices and not config.sequence_parallel:
+        words = "MoE with tensor parallelism needs sequence parallelism"
+        raise UserError(f"{config.prefix}no-sequence-parallel: {words}")
+
+    # Megatron's own rules, before any process group is built
+    with blame(cannot_be_built):
+        transformer_config(config, c, skeleton, torch.float32)
+
+
+def check_budget(config, longest, row):
+    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
+    together, unit = row_sharing(config)
+    least = (longest + -longest % unit) // together
+    given = config.ppo_max_token_len_per_gpu
+    if isinstance(given, int) and given < least:
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
+        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
+    return least
 
 
 # ---- Checkpoints and export ----------------------------------------------------------------------
@@ -1580,8 +1577,8 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # ---- Context parallelism: ranks that share a row -------------------------------------------------
 #
 # A closed chapter behind --context-parallel-size. It is called from lay_out; CoreAttention gathers
-# keys and values. The flag is also read in a rule of Config, check_layout, ranks_per_row (1 without
-# it), pack_unit, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
+# keys and values. The flag is also read in a rule of Config, in row_sharing (1 without it), in
+# check_layout, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
 # with_context_parallel. Only because of this chapter does shift move columns and not outputs.
 
 
@@ -1593,7 +1590,8 @@ def share_context(rows, config, layout):
 
         p = 2      row: 0 1 2 3 4 5 6 7      rank 0: 0 1 . . . . 6 7      rank 1: . . 2 3 4 5 . ."""
     p = config.context_parallel_size
-    slots, _, pack = pack_rows(rows, "cpu", config.share_prompts, pack_unit(config))
+    _, unit = row_sharing(config)
+    slots, _, pack = pack_rows(rows, "cpu", config.share_prompts, unit)
     places = torch.arange(len(slots))
     seen = places if pack.keys is None else pack.keys
     ends_of_queries, ends_of_keys = (x.tolist() for x in pack.varlen[:2])
@@ -1626,7 +1624,7 @@ def share_context(rows, config, layout):
 #
 # A closed chapter: how Megatron builds its model and its groups of ranks. It is called from
 # build_value_model, check_model_flags (FAMILIES, computed_otherwise, transformer_config),
-# make_layout, pack_unit (splits_sequence) and optimizer_step (grads_for_norm).
+# make_layout, row_sharing (splits_sequence) and optimizer_step (grads_for_norm).
 
 # the model_types of transformers that Megatron's layers can compute, with the options below
 FAMILIES = (
@@ -1865,8 +1863,9 @@ def splits_sequence(config):
 #
 # A closed chapter: names and parts of weights. It is called from MegatronPPOCritic.__init__ (fill,
 # find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
-# load_checkpoint (StoredTensors, fill), state_bytes (named_weights, groups_of), and from
-# checkpoints and exports (whole_weights, whole_master, join_experts, gather_experts, mixtral_name).
+# load_checkpoint (StoredTensors, fill), state_bytes (named_weights, groups_of), `shape`
+# (what_trains), and from checkpoints and exports (whole_weights, whole_master, join_experts,
+# gather_experts, mixtral_name).
 
 LOCAL_EXPERT = "mlp.experts.local_experts.{}"
 
@@ -1985,6 +1984,11 @@ def named_weights(modules):
                 if "local_experts" in words:
                     words[6] = f"{layer.mlp.local_expert_indices[int(words[6])]}"
             yield ".".join(words), p
+
+
+def what_trains(config):
+    """The flags that decide which weights train. A resumed run must have the same."""
+    return {"freeze_modules": config.freeze_modules}
 
 
 def freezes(config, name):

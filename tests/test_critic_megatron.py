@@ -62,7 +62,7 @@ SAME_CODE = {
 SAME_SIGNATURE = {
     ("", ""):
         "check_layout build_skeleton read_weights make_layout build_value_model shift"
-        " ranks_per_row pack_unit check_model_flags build_optimizer main load_rows",
+        " row_sharing what_trains check_model_flags build_optimizer main load_rows",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "__init__ plan_micro_batches micro_batch lay_out compute_values update_critic"
         " optimizer_step",
