@@ -1,16 +1,24 @@
 """What the scripts share: formulas, formats and tools. Nothing here imports a script.
 
-If you trust these names, you need not open this file. Its chapters, in order:
+If you trust these names, you need not open this file. It has two floors, with a line between them.
+The first is what a critic computes, and what a fork may change:
 
     The batch              flat and ragged from the file to the loss; padded tensors in and out
     PPO's maths            advantages, returns, the weights of losses, value losses, statistics
     Where a row goes       what all ranks know of a row, and how it gets to those that compute it
+    Packed rows            attention without padding
+    Recurrent layers       each row of a pack alone
+
+The second is what a run needs, and a fork never opens it:
+
     Rows as JSON           a line of a file -> token ids; chats in a tokenizer's template
-    Packed rows            attention without padding; FLOPs and memory of an update
     Processes and ranks    start, errors, a run that is told to stop, exit
     Logs                   what the user sees, and what a run leaves
-    Folders                that are complete or absent: checkpoints; the lock on a run's folder
+    Folders                that are complete or absent; the lock on a run's folder
+    Checkpoints            when a run saves, what it keeps, where it continues
     Model folders          Hugging Face models, for actor and critic; value heads
+    A check at every start whether a model keeps packed rows apart
+    Speed and memory       of an update; tensors that leave the device for a while
     A model and a task     that need no download: presets, characters as tokens, sums
     Numbers                what rows say before training, and what values are worth
     The report             a page that every run leaves
@@ -82,36 +90,38 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "true")
 os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # silences the profiler's start and stop messages
 hub_logging.set_verbosity_error()  # a name that is not on the hub ends in one line, without retries
 
-# ---- Versions: what differs from torch 2.11 to 2.14 ----------------------------------------------
-# The scripts run on all of them. What has to know a version stands here, with the reason.
+# ---- First names: ranks and mistakes -------------------------------------------------------------
+# The few names of the second floor that the first one uses, too. torchrun sets the numbers of a
+# rank; plain `python` is a world of one.
 
-# torch 2.11 lets queries share the heads of keys by itself; later versions must be asked to
-VARLEN_OPTIONS = {}
-if "enable_gqa" in inspect.signature(varlen_attn).parameters:
-    VARLEN_OPTIONS = {"enable_gqa": True}
-
-# torch 2.14 gave it this name, and warns about the one before
-set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
-
-# with FSDP2 of torch 2.11, ranks wait forever for the gradient of a weight that one did not use
-SKIPS_UNUSED = hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
+RANK = int(os.environ.get("RANK") or 0)
+WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0)
 
 
-def let_ranks_skip_weights(model):
-    """For a model that FSDP2 shards: an expert may get tokens, or a vision tower images, on some
-    ranks only. See check_skipped_weights."""
-    if SKIPS_UNUSED:
-        model.set_reduce_scatter_unused_params(True)
+class UserError(ValueError):
+    """A mistake that the user can fix. Its one line names the flag or the row; launch prints it."""
 
 
-def check_skipped_weights(model, flag):
-    """UserError, which begins with `flag`, if ranks may skip weights and FSDP2 would hang."""
-    if SKIPS_UNUSED or WORLD_SIZE == 1:
-        return
-    for name, p in model.named_parameters():
-        if p.requires_grad and re.search(r"\.experts\.\d|visual", name):
-            words = f"FSDP2 of torch {torch.__version__} hangs where one rank does not use {name}"
-            raise UserError(f"{flag}: {words}; use torch 2.13 or newer")
+def print0(*args):
+    """Prints on rank 0 only."""
+    if RANK == 0:
+        print(*args, flush=True)
+
+
+def of_all_ranks(mine, group=None):
+    """A list with each rank's object, over `group` (a collective)."""
+    everyones = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyones, mine, group)
+    return everyones
+
+
+def add_up(*numbers):
+    """Sums over all ranks, in float64 (a collective)."""
+    x = torch.tensor(numbers, dtype=torch.float64)
+    if WORLD_SIZE > 1:
+        dist.all_reduce(x)
+    return x.tolist()
 
 
 # ---- The batch: flat and ragged from the file to the loss ----------------------------------------
@@ -945,6 +955,289 @@ def compute_together(worker, batch):
     return values_T
 
 
+# ---- Packed rows: attention without padding ------------------------------------------------------
+# packed_attention is registered with transformers, for the actor and the critic on FSDP; that on
+# Megatron calls attention itself.
+
+# torch 2.11 lets queries share the heads of keys by itself; later versions must be asked to
+VARLEN_OPTIONS = {}
+if "enable_gqa" in inspect.signature(varlen_attn).parameters:
+    VARLEN_OPTIONS = {"enable_gqa": True}
+
+
+class Piece(NamedTuple):
+    """Neighbours of equal length in a packed row."""
+
+    count: int  # sequences
+    queries: int  # of all of them
+    keys: int
+
+
+class Pack:
+    """Where sequences of these lengths lie in a packed row.
+
+    key_lengths: if a sequence has more keys than queries, its queries are its last tokens. None: it
+    has equally many. keys: where the keys of all sequences are in the row, on the device. None:
+    where the queries are."""
+
+    def __init__(self, lengths, device, key_lengths=None, keys=None):
+        key_lengths = key_lengths or lengths
+        self.lengths = lengths
+        self.key_lengths = key_lengths
+        self.keys = keys
+        self.row_blocks = None  # for recurrent layers, see row_by_row
+
+        # for attention by pieces
+        self.pieces = []
+        for (queries, seen), same in itertools.groupby(zip(lengths, key_lengths)):
+            count = len(list(same))
+            self.pieces.append(Piece(count, count * queries, count * seen))
+
+        # for kernels: where queries and keys of each sequence end, and the most that one has
+        cu_queries = cumulative(lengths).to(device, non_blocking=True)
+        cu_keys = cumulative(key_lengths).to(device, non_blocking=True)
+        self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
+
+
+class CurrentPack:
+    """What layers read, in packed_attention and row_by_row, until the backward ends: it may rerun
+    them."""
+
+    pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
+    group = None  # ranks that share the row, or None
+    kernel = None  # the kernel that the last call used
+
+    @classmethod
+    def set(cls, pack, group=None):
+        """The pack, and the ranks that share it, for the layers of the next forward."""
+        cls.pack = pack
+        cls.group = group
+
+
+def packed_attention(
+    module,
+    query,
+    key,
+    value,
+    attention_mask,
+    scaling=None,
+    dropout=0.0,
+    sliding_window=0,
+    softcap=None,
+    is_causal=None,
+    s_aux=None,
+    **kwargs,
+):
+    """transformers' attention interface for a packed row, whose Pack is CurrentPack's: q (1,H,T,D),
+    k v (1,K,T,D) -> ((1,T,H,D), None). UserError: this model needs another kind of attention."""
+    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+
+    # a window that only the model's own mask has; it does nothing if no row can be longer
+    window = getattr(module.config, "sliding_window", None) or inf
+    longest = getattr(module.config, "max_position_embeddings", inf)
+    window_in_mask = sliding_window == 0 and window < longest
+    if attention_mask is not None or not causal or window_in_mask:
+        name = type(module).__name__
+        raise UserError(f"{name} asks for more than causal attention, so rows cannot be packed")
+
+    query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
+    key = key.to(value.dtype)
+    options = (scaling, sliding_window, softcap, s_aux)
+    out_1HTD = attention(CurrentPack.pack, query, key, value, *options)
+    return out_1HTD.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register("packed", packed_attention)
+
+
+def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
+    """Causal attention within each sequence of the pack: q (1,H,T,D), k v (1,K,T,D) -> (1,H,T,D).
+
+    With half precision on CUDA it runs flash-attn or torch's kernel for packed rows; else SDPA, or
+    plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    if pack.keys is not None:
+        k = k[:, :, pack.keys]
+        v = v[:, :, pack.keys]
+
+    half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
+    head_dim = q.shape[-1]
+    fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
+    if half and fits and (flash_attn_varlen_func or not softcap):
+        return kernel_attention(pack, q, k, v, scale, window, softcap)
+
+    # split, not slices: the backward of each slice would fill a whole row with zeros
+    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
+    queries = [piece.queries for piece in pack.pieces]
+    keys = [piece.keys for piece in pack.pieces]
+    parts = zip(pack.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
+
+    outs = []
+    for piece, *qkv in parts:
+        qkv_NHLD = [x.unflatten(1, (piece.count, -1)).transpose(0, 1) for x in qkv]
+        out_NHLD = dense_attention(*qkv_NHLD, scale, window, softcap, sinks)
+        outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
+    return torch.cat(outs).transpose(0, 1)[None]
+
+
+def kernel_attention(pack, q, k, v, scale, window, softcap):
+    """attention by flash-attn, or by torch's kernel for packed rows, which knows no soft cap."""
+    q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+    cu_queries, cu_keys, max_queries, max_keys = pack.varlen
+    inputs = (q_THD, k_THD, v_THD, cu_queries, cu_keys, max_queries, max_keys)
+    size = (window - 1 if window else -1, 0)  # right window 0: causal
+
+    if flash_attn_varlen_func:
+        CurrentPack.kernel = "flash"
+        cap = softcap or 0.0
+        out_THD = flash_attn_varlen_func(
+            *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=cap
+        )
+    else:
+        CurrentPack.kernel = "varlen"
+        out_THD = varlen_attn(*inputs, scale=scale, window_size=size, **VARLEN_OPTIONS)
+    return out_THD.transpose(0, 1)[None]
+
+
+def dense_attention(q, k, v, scale, window, softcap, sinks):
+    """(N,H,L,D) attention of N equally long sequences, by torch's fused kernel or written out."""
+    queries = q.shape[2]
+    keys = k.shape[2]
+    written_out = softcap or sinks is not None
+
+    # which keys a query sees; None: the plain causal mask of the fused kernel
+    mask = None
+    if written_out or queries < keys or (window and keys > window):
+        j = torch.arange(keys, device=q.device)
+        back = j[keys - queries :, None] - j  # queries are the last tokens
+        mask = (back >= 0) & (back < (window or keys))
+
+    if q.is_cuda or written_out:  # torch's float32 CUDA kernels cannot group heads
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    if not written_out:
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
+        )
+
+    scores_NHLL = q @ k.transpose(-1, -2) * scale
+    if softcap:
+        scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
+    scores_NHLL = scores_NHLL.masked_fill(~mask, -inf)
+    if sinks is not None:  # one more column per head: it takes probability but has no value
+        column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1)
+        scores_NHLL = torch.cat([scores_NHLL, column.to(scores_NHLL.dtype)], -1)
+    weights_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys]
+    return weights_NHLL.to(q.dtype) @ v
+
+
+# ---- Recurrent layers in packed rows -------------------------------------------------------------
+# Gated delta nets, Mamba layers and short convolutions (Qwen3.5, LFM2, Nemotron-H, ...) read a row
+# from its start, so in a packed row they would carry what they remember into the next one. They
+# are the modules that hold a convolution. Here each gets every row alone:
+#
+#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    rows 0 and 1 have the same prompt
+#     rows they read   p0 p1 p2 a0 a1                         rows of like length together
+#                      p0 p1 p2 b0  -                         - comes after a row, and is dropped
+#                      c0 c1 c2
+#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    p0 p1 are those of row 0
+
+LAYERS_TO_PACK = {"full_attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
+RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
+
+
+def pack_recurrent(decoder, gather=None, add_up=None):
+    """Lets the recurrent layers of a decoder read each row of a pack alone.
+
+    gather, add_up: for ranks that share a row, see row_by_row. UserError: the decoder has layers
+    of another kind, which cannot be packed."""
+    mixers = []
+    for module in decoder.modules():
+        if any(isinstance(child, nn.Conv1d) for child in module.children()):
+            mixers.append(module)
+
+    packs = set(LAYERS_TO_PACK)
+    if mixers:
+        packs |= RECURRENT_LAYERS
+    kinds = set(getattr(decoder.config, "layer_types", None) or ())
+    if kinds - packs:
+        names = ", ".join(sorted(kinds - packs))
+        raise UserError(f"{type(decoder).__name__} has layers that cannot be packed: {names}")
+
+    for mixer in mixers:
+        mixer.forward = functools.partial(row_by_row, mixer.forward, gather, add_up)
+
+
+def row_by_row(mix, gather, add_up, hidden_states, *args, attention_mask=None, **options):
+    """The forward `mix` of a recurrent layer, for hidden_states (1,S,D) of the current pack, or of
+    padded rows -> the same shape.
+
+    If ranks share the row, gather(slice, group) gives the whole row, of which each rank computes
+    some rows, and add_up(whole, group) the sum over ranks of this rank's slice."""
+    pack = CurrentPack.pack
+    group = CurrentPack.group
+    if pack is None:
+        return mix(hidden_states, *args, attention_mask=attention_mask, **options)
+
+    row_SD = hidden_states[0]
+    share = (0, 1)  # this rank, of all that share the row
+    if group:
+        row_SD = gather(row_SD, group)
+        share = (dist.get_rank(group), dist.get_world_size(group))
+    if pack.row_blocks is None:
+        pack.row_blocks = blocks_of_rows(pack, *share)  # equal in all layers
+
+    # no mask: padding comes after a row's tokens, which do not see it
+    sources, target_P = pack.row_blocks
+    outs_PD = [mix(row_SD[slots_NL], *args, **options).flatten(0, 1) for slots_NL in sources]
+    out_PD = torch.cat(outs_PD)
+
+    # one slot more than the row has, for what is dropped
+    out_SD = out_PD.new_zeros(len(row_SD) + 1, out_PD.shape[1])
+    out_SD = out_SD.index_copy(0, target_P, out_PD)[:-1]
+    if group:
+        out_SD = add_up(out_SD, group)
+    return out_SD[None]
+
+
+def blocks_of_rows(pack, rank, ranks):
+    """What one of the ranks that share a pack reads in a recurrent layer -> (sources, target_P).
+
+    sources: for rows of like length, (N, L) the slot of each token. target_P: where the results of
+    all of them go; the slot after the last one for those that are dropped."""
+    total = sum(pack.lengths)
+    keys_K = pack.keys
+    if keys_K is None:
+        keys_K = torch.arange(total, device=pack.varlen[0].device)
+
+    # a row's own tokens are its last ones; those before them are in the first row with its prompt
+    rows = []
+    for own, keys_L in zip(pack.lengths, keys_K.split(pack.key_lengths)):
+        target_L = keys_L.clone()
+        target_L[: len(keys_L) - own] = total
+        rows.append((keys_L, target_L))
+    rows.sort(key=lambda row: len(row[0]))
+
+    # ranks take turns; one that gets no row drops what it computes, because FSDP waits for the
+    # gradients of its weights
+    mine = rows[rank::ranks]
+    if not mine:
+        keys_L, target_L = rows[0]
+        mine = [(keys_L, torch.full_like(target_L, total))]
+
+    # a row is padded by a fifth at most
+    sources = []
+    targets = []
+    for _, alike in itertools.groupby(mine, key=lambda row: ceil(4 * log2(len(row[0])))):
+        keys, target = zip(*alike)
+        sources.append(nn.utils.rnn.pad_sequence(keys, True))
+        targets.append(nn.utils.rnn.pad_sequence(target, True, total).flatten())
+    return sources, torch.cat(targets)
+
+
+# ==================================================================================================
+# The second floor: what a run needs. Above this line stands what a critic computes, and it names
+# nothing of what stands below, but for the first names. A fork never opens this floor.
+# ==================================================================================================
+
 # ---- Rows as JSON, one per line ------------------------------------------------------------------
 # read_rows makes a Batch of a user's file for a critic. The steps that it takes with a line also
 # read the prompts of PPO: other people's keys, token ids, hints, chats.
@@ -1342,535 +1635,12 @@ def row_as_read(ids, acts, tokenizer):
     return " ".join(spans[1:])
 
 
-# ---- Packed rows: attention, FLOPs and memory ----------------------------------------------------
-# packed_attention is registered with transformers, for the actor and the critic on FSDP; that on
-# Megatron calls attention itself. The rest tells how fast an update was and what fits into memory.
-
-
-class Piece(NamedTuple):
-    """Neighbours of equal length in a packed row."""
-
-    count: int  # sequences
-    queries: int  # of all of them
-    keys: int
-
-
-class Pack:
-    """Where sequences of these lengths lie in a packed row.
-
-    key_lengths: if a sequence has more keys than queries, its queries are its last tokens. None: it
-    has equally many. keys: where the keys of all sequences are in the row, on the device. None:
-    where the queries are."""
-
-    def __init__(self, lengths, device, key_lengths=None, keys=None):
-        key_lengths = key_lengths or lengths
-        self.lengths = lengths
-        self.key_lengths = key_lengths
-        self.keys = keys
-        self.row_blocks = None  # for recurrent layers, see row_by_row
-
-        # for attention by pieces
-        self.pieces = []
-        for (queries, seen), same in itertools.groupby(zip(lengths, key_lengths)):
-            count = len(list(same))
-            self.pieces.append(Piece(count, count * queries, count * seen))
-
-        # for kernels: where queries and keys of each sequence end, and the most that one has
-        cu_queries = cumulative(lengths).to(device, non_blocking=True)
-        cu_keys = cumulative(key_lengths).to(device, non_blocking=True)
-        self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
-
-
-class CurrentPack:
-    """What layers read, in packed_attention and row_by_row, until the backward ends: it may rerun
-    them."""
-
-    pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
-    group = None  # ranks that share the row, or None
-    kernel = None  # the kernel that the last call used
-
-    @classmethod
-    def set(cls, pack, group=None):
-        """The pack, and the ranks that share it, for the layers of the next forward."""
-        cls.pack = pack
-        cls.group = group
-
-
-def packed_attention(
-    module,
-    query,
-    key,
-    value,
-    attention_mask,
-    scaling=None,
-    dropout=0.0,
-    sliding_window=0,
-    softcap=None,
-    is_causal=None,
-    s_aux=None,
-    **kwargs,
-):
-    """transformers' attention interface for a packed row, whose Pack is CurrentPack's: q (1,H,T,D),
-    k v (1,K,T,D) -> ((1,T,H,D), None). UserError: this model needs another kind of attention."""
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-
-    # a window that only the model's own mask has; it does nothing if no row can be longer
-    window = getattr(module.config, "sliding_window", None) or inf
-    longest = getattr(module.config, "max_position_embeddings", inf)
-    window_in_mask = sliding_window == 0 and window < longest
-    if attention_mask is not None or not causal or window_in_mask:
-        name = type(module).__name__
-        raise UserError(f"{name} asks for more than causal attention, so rows cannot be packed")
-
-    query = query.to(value.dtype)  # float32 rotary tables turn queries and keys into float32
-    key = key.to(value.dtype)
-    options = (scaling, sliding_window, softcap, s_aux)
-    out_1HTD = attention(CurrentPack.pack, query, key, value, *options)
-    return out_1HTD.transpose(1, 2), None
-
-
-transformers.AttentionInterface.register("packed", packed_attention)
-
-
-def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
-    """Causal attention within each sequence of the pack: q (1,H,T,D), k v (1,K,T,D) -> (1,H,T,D).
-
-    With half precision on CUDA it runs flash-attn or torch's kernel for packed rows; else SDPA, or
-    plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
-    if pack.keys is not None:
-        k = k[:, :, pack.keys]
-        v = v[:, :, pack.keys]
-
-    half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
-    head_dim = q.shape[-1]
-    fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
-    if half and fits and (flash_attn_varlen_func or not softcap):
-        return kernel_attention(pack, q, k, v, scale, window, softcap)
-
-    # split, not slices: the backward of each slice would fill a whole row with zeros
-    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
-    queries = [piece.queries for piece in pack.pieces]
-    keys = [piece.keys for piece in pack.pieces]
-    parts = zip(pack.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
-
-    outs = []
-    for piece, *qkv in parts:
-        qkv_NHLD = [x.unflatten(1, (piece.count, -1)).transpose(0, 1) for x in qkv]
-        out_NHLD = dense_attention(*qkv_NHLD, scale, window, softcap, sinks)
-        outs.append(out_NHLD.transpose(1, 2).flatten(0, 1))
-    return torch.cat(outs).transpose(0, 1)[None]
-
-
-def kernel_attention(pack, q, k, v, scale, window, softcap):
-    """attention by flash-attn, or by torch's kernel for packed rows, which knows no soft cap."""
-    q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    cu_queries, cu_keys, max_queries, max_keys = pack.varlen
-    inputs = (q_THD, k_THD, v_THD, cu_queries, cu_keys, max_queries, max_keys)
-    size = (window - 1 if window else -1, 0)  # right window 0: causal
-
-    if flash_attn_varlen_func:
-        CurrentPack.kernel = "flash"
-        cap = softcap or 0.0
-        out_THD = flash_attn_varlen_func(
-            *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=cap
-        )
-    else:
-        CurrentPack.kernel = "varlen"
-        out_THD = varlen_attn(*inputs, scale=scale, window_size=size, **VARLEN_OPTIONS)
-    return out_THD.transpose(0, 1)[None]
-
-
-def dense_attention(q, k, v, scale, window, softcap, sinks):
-    """(N,H,L,D) attention of N equally long sequences, by torch's fused kernel or written out."""
-    queries = q.shape[2]
-    keys = k.shape[2]
-    written_out = softcap or sinks is not None
-
-    # which keys a query sees; None: the plain causal mask of the fused kernel
-    mask = None
-    if written_out or queries < keys or (window and keys > window):
-        j = torch.arange(keys, device=q.device)
-        back = j[keys - queries :, None] - j  # queries are the last tokens
-        mask = (back >= 0) & (back < (window or keys))
-
-    if q.is_cuda or written_out:  # torch's float32 CUDA kernels cannot group heads
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
-    if not written_out:
-        return F.scaled_dot_product_attention(
-            q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=not q.is_cuda
-        )
-
-    scores_NHLL = q @ k.transpose(-1, -2) * scale
-    if softcap:
-        scores_NHLL = softcap * torch.tanh(scores_NHLL / softcap)
-    scores_NHLL = scores_NHLL.masked_fill(~mask, -inf)
-    if sinks is not None:  # one more column per head: it takes probability but has no value
-        column = sinks.view(1, -1, 1, 1).expand(*scores_NHLL.shape[:3], 1)
-        scores_NHLL = torch.cat([scores_NHLL, column.to(scores_NHLL.dtype)], -1)
-    weights_NHLL = scores_NHLL.softmax(-1, dtype=torch.float32)[..., :keys]
-    return weights_NHLL.to(q.dtype) @ v
-
-
-# pattern in a device's name -> dense bf16, from data sheets; the first match counts
-PEAK_TFLOPS = {
-    "GB[23]00": 2500,
-    "B[23]00": 2250,
-    "H100 PCIe": 756,
-    "H[12]00 NVL": 835,
-    "(H|GH)[128]00": 989,
-    "H20": 148,
-    "A[18]00": 312,
-    "MI300X": 1307,
-}
-
-
-def peak_flops(name):
-    """The most bf16 FLOP/s of a CUDA device of this name; NaN: it is not in PEAK_TFLOPS."""
-    for pattern, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{pattern}\b", name):
-            return 1e12 * tflops
-    return nan
-
-
-def flops_model(model, config):
-    """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active
-    experts), and 4 per causal query-key pair and feature of the query heads. It leaves vision
-    towers out."""
-    config = config.get_text_config()
-    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
-    free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
-
-    weights = 0.0
-    for name, p in model.named_parameters():
-        if p.ndim < 2 or p in free or "visual" in name:
-            continue
-        active = 1
-        if ".experts." in name:
-            active = chosen / len(p)  # it has one matrix per expert
-        weights += p.numel() * active
-
-    heads = config.num_attention_heads
-    head_dim = vars(config).get("head_dim")  # Gemma 4 has one for each layer
-    head_dim = head_dim or config.hidden_size // heads
-    pairs = 2 * config.num_hidden_layers * heads * head_dim
-    return lambda length: 2 * weights * length + pairs * length * (length + 1)
-
-
-def describe_update(batch, rows, start, epochs, flops, layout):
-    """Metrics of an update's rows, with values from before it, and of its speed since `start` (a
-    collective). rows: the Rows of all ranks. flops: of one epoch, shared prompts once. layout: has
-    the device and its dtype. MFU is NaN where peak_of knows no peak."""
-    seconds = max(of_all_ranks(perf_counter() - start))
-    memory = max(of_all_ranks(peak_memory(layout.device)))
-    metrics = {
-        "perf/tokens_per_second": epochs * tokens_of(rows) / seconds,
-        "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak_of(layout)),
-        "perf/peak_memory_gib": memory / 2**30,
-        "perf/time_update": seconds,
-    }
-    return metrics | value_statistics(batch)
-
-
-def peak_of(layout):
-    """The most FLOP/s of this rank's device; NaN on a CPU, in float32 and on a part of a GPU."""
-    if layout.device.type != "cuda" or layout.dtype == torch.float32:
-        return nan
-    name = torch.cuda.get_device_name()
-    return nan if " MIG " in name else peak_flops(name)
-
-
-def peak_memory(device):
-    """The most bytes that tensors have taken on this rank's device; NaN on a CPU."""
-    return torch.cuda.max_memory_allocated() if device.type == "cuda" else nan
-
-
-def value_statistics(batch):
-    """Explained variance, and mean, minimum and maximum of values and returns, over the actions of
-    all ranks (a collective). Without an action there are no means and ends."""
-    columns = {
-        "values": batch.values[batch.response_mask].double(),
-        "returns": batch.returns[batch.response_mask].double(),
-    }
-    explained = explained_variance(columns["values"], columns["returns"], everywhere=True)
-    metrics = {"critic/explained_var": explained}
-
-    for name, x_A in columns.items():
-        n, mean, _ = moments(x_A, everywhere=True)
-        mine = (inf, -inf)
-        if len(x_A):
-            mine = (float(x_A.min()), float(x_A.max()))
-        ends = of_all_ranks(mine)
-        if n:
-            metrics[f"critic/{name}_mean"] = mean
-            metrics[f"critic/{name}_min"] = min(low for low, _ in ends)
-            metrics[f"critic/{name}_max"] = max(high for _, high in ends)
-    return metrics
-
-
-def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
-    """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective).
-    Measured by running try_out(batch) on ever more rows.
-
-    given: auto, or auto:GIB for at most this much memory. longest: tokens of the longest row.
-    ranks_per_row: ranks that share a row. state_bytes: what an optimizer step will add."""
-    _, _, gib = given.partition(":")
-    limit = float(gib or "inf") * 2**30
-    row = Batch.blank(longest)
-    try_out(row)  # creates gradients and workspaces
-
-    # double the rows until twice as many would not fit
-    rows = ceil(512 * ranks_per_row / longest)
-    for doubling in range(6):
-        batch = row.select([0] * (rows * 2**doubling))
-        peak = bytes_taken(try_out, batch)
-        if torch.cuda.is_available():
-            free, _ = torch.cuda.mem_get_info()
-            limit = min(limit, free + torch.cuda.memory_reserved())
-        peak = max(of_all_ranks(peak))
-        room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
-        if 2 * peak > room:
-            break
-
-    cost = peak * ranks_per_row / len(batch.input_ids)  # too high: a part does not grow with rows
-    tokens = max(int(room / cost), 0)
-    print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
-    return tokens
-
-
-def bytes_taken(call, batch):
-    """The most bytes that tensors of call(batch) take at once, on top of those from before."""
-    if torch.cuda.is_available():
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        call(batch)
-        return torch.cuda.max_memory_allocated() - before
-
-    # the profiler notes what each event takes or frees: 0 for all but memory events
-    with torch.profiler.profile(profile_memory=True) as log:
-        call(batch)
-    events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
-    return max(itertools.accumulate(e.nbytes() for e in events))
-
-
-def optimizer_moments(optimizer):
-    """The tensors of a torch optimizer's state, but its step counts, which are scalars."""
-    states = optimizer.state.values()
-    return [x for state in states for name, x in state.items() if name != "step"]
-
-
-def offload(tensors):
-    """Copies tensors to page-locked host memory and frees their device memory -> for `onload`.
-
-    They stay the same tensors, without memory until then, so views of them and optimizers need not
-    know. Tensors on the host, or without memory, are left alone."""
-    away = []
-    memory = {}  # each storage once: tensors may be views of the same
-    for x in tensors:
-        x = getattr(x, "_local_tensor", x).detach()  # this rank's part
-        if x.is_cuda and x.untyped_storage().nbytes():
-            memory[x.untyped_storage()] = x
-
-    # torch rounds page-locked memory up to a power of two, and keeps what is freed for the next
-    # time: pieces of such sizes waste nothing, and from the second time on they are there
-    for storage, x in memory.items():
-        size = storage.nbytes() // x.itemsize
-        sizes = [1 << bit for bit in range(size.bit_length()) if size >> bit & 1]
-        pieces = [torch.empty(n, dtype=x.dtype, pin_memory=True) for n in sizes]
-        for piece, part in zip(pieces, x.as_strided((size,), (1,), 0).split(sizes)):
-            piece.copy_(part, non_blocking=True)
-        away.append((x, pieces))
-
-    # the copies are complete after one wait
-    if away:
-        torch.cuda.synchronize()
-    for storage in memory:
-        storage.resize_(0)
-    torch.cuda.empty_cache()
-    return away
-
-
-def onload(away):
-    """Undoes `offload`, whose results the list holds, and empties the list."""
-    for x, pieces in away:
-        sizes = [len(piece) for piece in pieces]
-        x.untyped_storage().resize_(sum(sizes) * x.itemsize)
-        for piece, part in zip(pieces, x.as_strided((sum(sizes),), (1,), 0).split(sizes)):
-            part.copy_(piece, non_blocking=True)
-    away.clear()
-
-
-# ---- Recurrent layers in packed rows -------------------------------------------------------------
-# Gated delta nets, Mamba layers and short convolutions (Qwen3.5, LFM2, Nemotron-H, ...) read a row
-# from its start, so in a packed row they would carry what they remember into the next one. They
-# are the modules that hold a convolution. Here each gets every row alone:
-#
-#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    rows 0 and 1 have the same prompt
-#     rows they read   p0 p1 p2 a0 a1                         rows of like length together
-#                      p0 p1 p2 b0  -                         - comes after a row, and is dropped
-#                      c0 c1 c2
-#     packed row       p0 p1 p2 a0 a1    p2 b0    c0 c1 c2    p0 p1 are those of row 0
-
-LAYERS_TO_PACK = {"full_attention", "sliding_attention", "moe", "mlp", "sparse", "dense"}
-RECURRENT_LAYERS = {"linear_attention", "conv", "hybrid"}
-
-
-def pack_recurrent(decoder, gather=None, add_up=None):
-    """Lets the recurrent layers of a decoder read each row of a pack alone.
-
-    gather, add_up: for ranks that share a row, see row_by_row. UserError: the decoder has layers
-    of another kind, which cannot be packed."""
-    mixers = []
-    for module in decoder.modules():
-        if any(isinstance(child, nn.Conv1d) for child in module.children()):
-            mixers.append(module)
-
-    packs = set(LAYERS_TO_PACK)
-    if mixers:
-        packs |= RECURRENT_LAYERS
-    kinds = set(getattr(decoder.config, "layer_types", None) or ())
-    if kinds - packs:
-        names = ", ".join(sorted(kinds - packs))
-        raise UserError(f"{type(decoder).__name__} has layers that cannot be packed: {names}")
-
-    for mixer in mixers:
-        mixer.forward = functools.partial(row_by_row, mixer.forward, gather, add_up)
-
-
-def row_by_row(mix, gather, add_up, hidden_states, *args, attention_mask=None, **options):
-    """The forward `mix` of a recurrent layer, for hidden_states (1,S,D) of the current pack, or of
-    padded rows -> the same shape.
-
-    If ranks share the row, gather(slice, group) gives the whole row, of which each rank computes
-    some rows, and add_up(whole, group) the sum over ranks of this rank's slice."""
-    pack = CurrentPack.pack
-    group = CurrentPack.group
-    if pack is None:
-        return mix(hidden_states, *args, attention_mask=attention_mask, **options)
-
-    row_SD = hidden_states[0]
-    share = (0, 1)  # this rank, of all that share the row
-    if group:
-        row_SD = gather(row_SD, group)
-        share = (dist.get_rank(group), dist.get_world_size(group))
-    if pack.row_blocks is None:
-        pack.row_blocks = blocks_of_rows(pack, *share)  # equal in all layers
-
-    # no mask: padding comes after a row's tokens, which do not see it
-    sources, target_P = pack.row_blocks
-    outs_PD = [mix(row_SD[slots_NL], *args, **options).flatten(0, 1) for slots_NL in sources]
-    out_PD = torch.cat(outs_PD)
-
-    # one slot more than the row has, for what is dropped
-    out_SD = out_PD.new_zeros(len(row_SD) + 1, out_PD.shape[1])
-    out_SD = out_SD.index_copy(0, target_P, out_PD)[:-1]
-    if group:
-        out_SD = add_up(out_SD, group)
-    return out_SD[None]
-
-
-def blocks_of_rows(pack, rank, ranks):
-    """What one of the ranks that share a pack reads in a recurrent layer -> (sources, target_P).
-
-    sources: for rows of like length, (N, L) the slot of each token. target_P: where the results of
-    all of them go; the slot after the last one for those that are dropped."""
-    total = sum(pack.lengths)
-    keys_K = pack.keys
-    if keys_K is None:
-        keys_K = torch.arange(total, device=pack.varlen[0].device)
-
-    # a row's own tokens are its last ones; those before them are in the first row with its prompt
-    rows = []
-    for own, keys_L in zip(pack.lengths, keys_K.split(pack.key_lengths)):
-        target_L = keys_L.clone()
-        target_L[: len(keys_L) - own] = total
-        rows.append((keys_L, target_L))
-    rows.sort(key=lambda row: len(row[0]))
-
-    # ranks take turns; one that gets no row drops what it computes, because FSDP waits for the
-    # gradients of its weights
-    mine = rows[rank::ranks]
-    if not mine:
-        keys_L, target_L = rows[0]
-        mine = [(keys_L, torch.full_like(target_L, total))]
-
-    # a row is padded by a fifth at most
-    sources = []
-    targets = []
-    for _, alike in itertools.groupby(mine, key=lambda row: ceil(4 * log2(len(row[0])))):
-        keys, target = zip(*alike)
-        sources.append(nn.utils.rnn.pad_sequence(keys, True))
-        targets.append(nn.utils.rnn.pad_sequence(target, True, total).flatten())
-    return sources, torch.cat(targets)
-
-
-# ---- A check at every start: rows stay apart -----------------------------------------------------
-# transformers has hundreds of models, and no list of those whose rows can be packed. So a few
-# tokens show it, of the critic and of the actor, before anything expensive starts.
-
-
-@torch.no_grad()
-def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="", unit=1):
-    """How far the hidden states of a row together with another one are from those that it has
-    alone, relative to their norm. UserError, which begins with `name`: they see each other.
-
-    states_of(rows, alone): (T, D) float32 states of all tokens; alone: of one row, computed as
-    transformers does. packed: it packs rows, else it pads them. advice: what to do instead. unit:
-    ranks that share a row.
-
-    The rows have equal prompts of n tokens, and different answers. Four tokens of an answer are
-    computed three times: with all that they must not see, with it changed, and with it cut off:
-
-        together    row 0: 0 .. n-1 | n .. 2n-1     row 1: 0 .. n-1 | n+1 .. n+4 | n+5 .. 2n
-        changed     row 0: 0 .. n-1 | others        row 1: 0 .. n-1 | n+1 .. n+4 | others
-        alone                                       row 1: 0 .. n-1 | n+1 .. n+4
-        compared                                                      n+1 .. n+4"""
-    n = 8 * unit
-    rows = Batch.blank(2 * n).select([0, 0])
-    place_T = torch.arange(4 * n)
-    rows.input_ids = (rows.positions + (place_T >= 3 * n).long()) % vocab_size
-    rows.response_mask = rows.positions >= n
-
-    answer_0 = (place_T >= n) & (place_T < 2 * n)
-    later = place_T >= 3 * n + 4
-    others_T = (rows.input_ids + 7) % vocab_size
-    changed = replace(rows, input_ids=others_T.where(answer_0 | later, rows.input_ids))
-    alone = Batch.blank(n + 4)
-    alone.input_ids = rows.input_ids[2 * n : 3 * n + 4]
-
-    CurrentPack.kernel = None  # attention sets it
-    with blame(f"{name} does not run{advice}"):
-        together_LD = states_of(rows)[3 * n : 3 * n + 4]
-        changed_LD = states_of(changed)[3 * n : 3 * n + 4]
-        kernel = CurrentPack.kernel
-        alone_LD = states_of(alone, alone=True)[n:]
-    if not (together_LD.isfinite().all() and alone_LD.isfinite().all()):
-        words = "has hidden states that are not finite: check its weights and its config"
-        raise UserError(f"{name} {words}")
-
-    # rounding differs between kernels, but hardly between two rows of the same shape
-    exact = dtype == torch.float32
-    size = alone_LD.norm()
-    leaked = float((together_LD - changed_LD).norm() / size)
-    off = float((together_LD - alone_LD).norm() / size)
-    if leaked > (1e-4 if exact else 1e-2) or off > (1e-4 if exact else 1e-1):
-        words = f"lets tokens see later ones or other rows{advice}"
-        raise UserError(f"{name} {words} (hidden states differ by {max(leaked, off):.0e})")
-
-    # a model with attention of its own has not called ours
-    if packed and not kernel:
-        words = f"has an attention of its own, which cannot be packed{advice}"
-        raise UserError(f"{name} {words}")
-    return off
-
-
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
 # A script calls launch(main) last of all, and main calls setup_distributed. On the way a mistake of
 # the user is a UserError, of one line; Ctrl-C and SIGTERM are noted in Stop for the loop to see.
 
-# torchrun sets these; plain `python` is a world of one
-RANK = int(os.environ.get("RANK") or 0)
-WORLD_SIZE = int(os.environ.get("WORLD_SIZE") or 1)
-LOCAL_RANK = int(os.environ.get("LOCAL_RANK") or 0)
+# torch 2.14 gave it this name, and warns about the one before
+set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
 
 # as libraries say it
 OUT_OF_MEMORY = "MemoryError|can't allocate memory|out of memory|ALLOC_FAILED"
@@ -1880,10 +1650,6 @@ HINTS = {  # pattern in a traceback -> advice
     "No space left": "the disk is full (No space left on device); make room and use --resume auto",
     LOST_RANK: "another rank died or hangs",
 }
-
-
-class UserError(ValueError):
-    """A mistake that the user can fix. Its one line names the flag or the row; launch prints it."""
 
 
 @contextmanager
@@ -1910,12 +1676,6 @@ def json_object(flag, text):
         if not isinstance(found, dict):
             raise ValueError(f"it is a {type(found).__name__}")
     return found
-
-
-def print0(*args):
-    """Prints on rank 0 only."""
-    if RANK == 0:
-        print(*args, flush=True)
 
 
 def setup_distributed(timeout_minutes=30.0):
@@ -1951,21 +1711,6 @@ def compute_dtype(name, device):
     if name == "auto":
         return torch.float32 if device.type == "cpu" else torch.bfloat16
     return getattr(torch, name)
-
-
-def of_all_ranks(mine, group=None):
-    """A list with each rank's object, over `group` (a collective)."""
-    everyones = [None] * dist.get_world_size(group)
-    dist.all_gather_object(everyones, mine, group)
-    return everyones
-
-
-def add_up(*numbers):
-    """Sums over all ranks, in float64 (a collective)."""
-    x = torch.tensor(numbers, dtype=torch.float64)
-    if WORLD_SIZE > 1:
-        dist.all_reduce(x)
-    return x.tolist()
 
 
 class Stop:
@@ -2526,42 +2271,8 @@ def steps_in(folder):
     return sorted(steps, reverse=True)
 
 
-NOT_SHAPE = (  # fields of a config that may differ between two runs of one model
-    "transformers_version",
-    "_name_or_path",
-    "architectures",
-    "dtype",
-    "use_cache",
-    "initializer_range",
-)
-
-
-def shape_of(model_config, more):
-    """What two runs must have in common for one to resume the other, as plain JSON: the fields of a
-    transformers config, and `more`."""
-    # transformers' own JSON, in which an infinity is {"__float__": "Infinity"}
-    fields = json.loads(model_config.to_json_string(use_diff=False)) | more
-    fields = {key: x for key, x in fields.items() if key not in NOT_SHAPE}
-    return json.loads(json.dumps(fields))
-
-
-def open_checkpoint(folder, shape):
-    """trainer.json of a checkpoint whose model has this `shape`, see shape_of.
-
-    A collective; UserError on all ranks: damaged, or of another model."""
-    verify(folder)
-    with blame(f"--resume {folder}: not a checkpoint of this script"):
-        saved = json.loads(Path(folder, "trainer.json").read_text())
-        there = saved["shape"]
-
-    words = []
-    for key in sorted(there | shape):
-        if there.get(key) != shape.get(key):
-            words.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
-    if words:
-        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
-    print0(f"resume     {folder}, update {saved['updates']}")
-    return saved
+# ---- Checkpoints: when a run saves, what it keeps, where it continues ----------------------------
+# What a checkpoint holds is the business of a worker; see its checkpoint_writer.
 
 
 class Checkpoints:
@@ -2687,6 +2398,44 @@ class Checkpoints:
         words = f"stopped after step {step} of {self.out_dir}; continue with --resume auto"
         print0(f"{name:10s} {words}")
         raise SystemExit(128 + number)
+
+
+def open_checkpoint(folder, shape):
+    """trainer.json of a checkpoint whose model has this `shape`, see shape_of.
+
+    A collective; UserError on all ranks: damaged, or of another model."""
+    verify(folder)
+    with blame(f"--resume {folder}: not a checkpoint of this script"):
+        saved = json.loads(Path(folder, "trainer.json").read_text())
+        there = saved["shape"]
+
+    words = []
+    for key in sorted(there | shape):
+        if there.get(key) != shape.get(key):
+            words.append(f"{key} {there.get(key)} there, {shape.get(key)} here")
+    if words:
+        raise UserError(f"--resume {folder}: is of another model: {'; '.join(words):.500}")
+    print0(f"resume     {folder}, update {saved['updates']}")
+    return saved
+
+
+NOT_SHAPE = (  # fields of a config that may differ between two runs of one model
+    "transformers_version",
+    "_name_or_path",
+    "architectures",
+    "dtype",
+    "use_cache",
+    "initializer_range",
+)
+
+
+def shape_of(model_config, more):
+    """What two runs must have in common for one to resume the other, as plain JSON: the fields of a
+    transformers config, and `more`."""
+    # transformers' own JSON, in which an infinity is {"__float__": "Infinity"}
+    fields = json.loads(model_config.to_json_string(use_diff=False)) | more
+    fields = {key: x for key, x in fields.items() if key not in NOT_SHAPE}
+    return json.loads(json.dumps(fields))
 
 
 # ---- Model folders: Hugging Face models, for actor and critic ------------------------------------
@@ -3103,6 +2852,278 @@ def send_weights(model, source):
     for buffer, x in zip(model.buffers(), (source or model).buffers()):
         buffer.copy_(x)
         dist.broadcast(buffer, 0)
+
+
+# with FSDP2 of torch 2.11, ranks wait forever for the gradient of a weight that one did not use
+SKIPS_UNUSED = hasattr(fsdp.FSDPModule, "set_reduce_scatter_unused_params")
+
+
+def let_ranks_skip_weights(model):
+    """For a model that FSDP2 shards: an expert may get tokens, or a vision tower images, on some
+    ranks only. See check_skipped_weights."""
+    if SKIPS_UNUSED:
+        model.set_reduce_scatter_unused_params(True)
+
+
+def check_skipped_weights(model, flag):
+    """UserError, which begins with `flag`, if ranks may skip weights and FSDP2 would hang."""
+    if SKIPS_UNUSED or WORLD_SIZE == 1:
+        return
+    for name, p in model.named_parameters():
+        if p.requires_grad and re.search(r"\.experts\.\d|visual", name):
+            words = f"FSDP2 of torch {torch.__version__} hangs where one rank does not use {name}"
+            raise UserError(f"{flag}: {words}; use torch 2.13 or newer")
+
+
+# ---- A check at every start: rows stay apart -----------------------------------------------------
+# transformers has hundreds of models, and no list of those whose rows can be packed. So a few
+# tokens show it, of the critic and of the actor, before anything expensive starts.
+
+
+@torch.no_grad()
+def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="", unit=1):
+    """How far the hidden states of a row together with another one are from those that it has
+    alone, relative to their norm. UserError, which begins with `name`: they see each other.
+
+    states_of(rows, alone): (T, D) float32 states of all tokens; alone: of one row, computed as
+    transformers does. packed: it packs rows, else it pads them. advice: what to do instead. unit:
+    ranks that share a row.
+
+    The rows have equal prompts of n tokens, and different answers. Four tokens of an answer are
+    computed three times: with all that they must not see, with it changed, and with it cut off:
+
+        together    row 0: 0 .. n-1 | n .. 2n-1     row 1: 0 .. n-1 | n+1 .. n+4 | n+5 .. 2n
+        changed     row 0: 0 .. n-1 | others        row 1: 0 .. n-1 | n+1 .. n+4 | others
+        alone                                       row 1: 0 .. n-1 | n+1 .. n+4
+        compared                                                      n+1 .. n+4"""
+    n = 8 * unit
+    rows = Batch.blank(2 * n).select([0, 0])
+    place_T = torch.arange(4 * n)
+    rows.input_ids = (rows.positions + (place_T >= 3 * n).long()) % vocab_size
+    rows.response_mask = rows.positions >= n
+
+    answer_0 = (place_T >= n) & (place_T < 2 * n)
+    later = place_T >= 3 * n + 4
+    others_T = (rows.input_ids + 7) % vocab_size
+    changed = replace(rows, input_ids=others_T.where(answer_0 | later, rows.input_ids))
+    alone = Batch.blank(n + 4)
+    alone.input_ids = rows.input_ids[2 * n : 3 * n + 4]
+
+    CurrentPack.kernel = None  # attention sets it
+    with blame(f"{name} does not run{advice}"):
+        together_LD = states_of(rows)[3 * n : 3 * n + 4]
+        changed_LD = states_of(changed)[3 * n : 3 * n + 4]
+        kernel = CurrentPack.kernel
+        alone_LD = states_of(alone, alone=True)[n:]
+    if not (together_LD.isfinite().all() and alone_LD.isfinite().all()):
+        words = "has hidden states that are not finite: check its weights and its config"
+        raise UserError(f"{name} {words}")
+
+    # rounding differs between kernels, but hardly between two rows of the same shape
+    exact = dtype == torch.float32
+    size = alone_LD.norm()
+    leaked = float((together_LD - changed_LD).norm() / size)
+    off = float((together_LD - alone_LD).norm() / size)
+    if leaked > (1e-4 if exact else 1e-2) or off > (1e-4 if exact else 1e-1):
+        words = f"lets tokens see later ones or other rows{advice}"
+        raise UserError(f"{name} {words} (hidden states differ by {max(leaked, off):.0e})")
+
+    # a model with attention of its own has not called ours
+    if packed and not kernel:
+        words = f"has an attention of its own, which cannot be packed{advice}"
+        raise UserError(f"{name} {words}")
+    return off
+
+
+# ---- Speed and memory of an update ---------------------------------------------------------------
+# How fast it was, what fits into memory, and how tensors leave the device for a while.
+
+# pattern in a device's name -> dense bf16, from data sheets; the first match counts
+PEAK_TFLOPS = {
+    "GB[23]00": 2500,
+    "B[23]00": 2250,
+    "H100 PCIe": 756,
+    "H[12]00 NVL": 835,
+    "(H|GH)[128]00": 989,
+    "H20": 148,
+    "A[18]00": 312,
+    "MI300X": 1307,
+}
+
+
+def peak_flops(name):
+    """The most bf16 FLOP/s of a CUDA device of this name; NaN: it is not in PEAK_TFLOPS."""
+    for pattern, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{pattern}\b", name):
+            return 1e12 * tflops
+    return nan
+
+
+def flops_model(model, config):
+    """f(length) -> FLOPs of a forward over a row: 2 per token and weight of a matrix (only active
+    experts), and 4 per causal query-key pair and feature of the query heads. It leaves vision
+    towers out."""
+    config = config.get_text_config()
+    chosen = getattr(config, "num_experts_per_tok", None) or getattr(config, "top_k_experts", 1)
+    free = {m.weight for m in model.modules() if isinstance(m, nn.Embedding)}
+
+    weights = 0.0
+    for name, p in model.named_parameters():
+        if p.ndim < 2 or p in free or "visual" in name:
+            continue
+        active = 1
+        if ".experts." in name:
+            active = chosen / len(p)  # it has one matrix per expert
+        weights += p.numel() * active
+
+    heads = config.num_attention_heads
+    head_dim = vars(config).get("head_dim")  # Gemma 4 has one for each layer
+    head_dim = head_dim or config.hidden_size // heads
+    pairs = 2 * config.num_hidden_layers * heads * head_dim
+    return lambda length: 2 * weights * length + pairs * length * (length + 1)
+
+
+def describe_update(batch, rows, start, epochs, flops, layout):
+    """Metrics of an update's rows, with values from before it, and of its speed since `start` (a
+    collective). rows: the Rows of all ranks. flops: of one epoch, shared prompts once. layout: has
+    the device and its dtype. MFU is NaN where peak_of knows no peak."""
+    seconds = max(of_all_ranks(perf_counter() - start))
+    memory = max(of_all_ranks(peak_memory(layout.device)))
+    metrics = {
+        "perf/tokens_per_second": epochs * tokens_of(rows) / seconds,
+        "perf/mfu": epochs * flops / (seconds * WORLD_SIZE * peak_of(layout)),
+        "perf/peak_memory_gib": memory / 2**30,
+        "perf/time_update": seconds,
+    }
+    return metrics | value_statistics(batch)
+
+
+def peak_of(layout):
+    """The most FLOP/s of this rank's device; NaN on a CPU, in float32 and on a part of a GPU."""
+    if layout.device.type != "cuda" or layout.dtype == torch.float32:
+        return nan
+    name = torch.cuda.get_device_name()
+    return nan if " MIG " in name else peak_flops(name)
+
+
+def peak_memory(device):
+    """The most bytes that tensors have taken on this rank's device; NaN on a CPU."""
+    return torch.cuda.max_memory_allocated() if device.type == "cuda" else nan
+
+
+def value_statistics(batch):
+    """Explained variance, and mean, minimum and maximum of values and returns, over the actions of
+    all ranks (a collective). Without an action there are no means and ends."""
+    columns = {
+        "values": batch.values[batch.response_mask].double(),
+        "returns": batch.returns[batch.response_mask].double(),
+    }
+    explained = explained_variance(columns["values"], columns["returns"], everywhere=True)
+    metrics = {"critic/explained_var": explained}
+
+    for name, x_A in columns.items():
+        n, mean, _ = moments(x_A, everywhere=True)
+        mine = (inf, -inf)
+        if len(x_A):
+            mine = (float(x_A.min()), float(x_A.max()))
+        ends = of_all_ranks(mine)
+        if n:
+            metrics[f"critic/{name}_mean"] = mean
+            metrics[f"critic/{name}_min"] = min(low for low, _ in ends)
+            metrics[f"critic/{name}_max"] = max(high for _, high in ends)
+    return metrics
+
+
+def measure_budget(try_out, given, longest, ranks_per_row, state_bytes):
+    """The most tokens per rank that fit into a micro-batch, equal on all ranks (a collective).
+    Measured by running try_out(batch) on ever more rows.
+
+    given: auto, or auto:GIB for at most this much memory. longest: tokens of the longest row.
+    ranks_per_row: ranks that share a row. state_bytes: what an optimizer step will add."""
+    _, _, gib = given.partition(":")
+    limit = float(gib or "inf") * 2**30
+    row = Batch.blank(longest)
+    try_out(row)  # creates gradients and workspaces
+
+    # double the rows until twice as many would not fit
+    rows = ceil(512 * ranks_per_row / longest)
+    for doubling in range(6):
+        batch = row.select([0] * (rows * 2**doubling))
+        peak = bytes_taken(try_out, batch)
+        if torch.cuda.is_available():
+            free, _ = torch.cuda.mem_get_info()
+            limit = min(limit, free + torch.cuda.memory_reserved())
+        peak = max(of_all_ranks(peak))
+        room = min(of_all_ranks(0.9 * limit - state_bytes))  # the allocator wastes a tenth
+        if 2 * peak > room:
+            break
+
+    cost = peak * ranks_per_row / len(batch.input_ids)  # too high: a part does not grow with rows
+    tokens = max(int(room / cost), 0)
+    print0(f"budget     {room / 2**30:.3g} GiB / {cost:,.0f} bytes per token = {tokens:,} tokens")
+    return tokens
+
+
+def bytes_taken(call, batch):
+    """The most bytes that tensors of call(batch) take at once, on top of those from before."""
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        call(batch)
+        return torch.cuda.max_memory_allocated() - before
+
+    # the profiler notes what each event takes or frees: 0 for all but memory events
+    with torch.profiler.profile(profile_memory=True) as log:
+        call(batch)
+    events = sorted(log.profiler.kineto_results.events(), key=lambda e: e.start_ns())
+    return max(itertools.accumulate(e.nbytes() for e in events))
+
+
+def optimizer_moments(optimizer):
+    """The tensors of a torch optimizer's state, but its step counts, which are scalars."""
+    states = optimizer.state.values()
+    return [x for state in states for name, x in state.items() if name != "step"]
+
+
+def offload(tensors):
+    """Copies tensors to page-locked host memory and frees their device memory -> for `onload`.
+
+    They stay the same tensors, without memory until then, so views of them and optimizers need not
+    know. Tensors on the host, or without memory, are left alone."""
+    away = []
+    memory = {}  # each storage once: tensors may be views of the same
+    for x in tensors:
+        x = getattr(x, "_local_tensor", x).detach()  # this rank's part
+        if x.is_cuda and x.untyped_storage().nbytes():
+            memory[x.untyped_storage()] = x
+
+    # torch rounds page-locked memory up to a power of two, and keeps what is freed for the next
+    # time: pieces of such sizes waste nothing, and from the second time on they are there
+    for storage, x in memory.items():
+        size = storage.nbytes() // x.itemsize
+        sizes = [1 << bit for bit in range(size.bit_length()) if size >> bit & 1]
+        pieces = [torch.empty(n, dtype=x.dtype, pin_memory=True) for n in sizes]
+        for piece, part in zip(pieces, x.as_strided((size,), (1,), 0).split(sizes)):
+            piece.copy_(part, non_blocking=True)
+        away.append((x, pieces))
+
+    # the copies are complete after one wait
+    if away:
+        torch.cuda.synchronize()
+    for storage in memory:
+        storage.resize_(0)
+    torch.cuda.empty_cache()
+    return away
+
+
+def onload(away):
+    """Undoes `offload`, whose results the list holds, and empties the list."""
+    for x, pieces in away:
+        sizes = [len(piece) for piece in pieces]
+        x.untyped_storage().resize_(sum(sizes) * x.itemsize)
+        for piece, part in zip(pieces, x.as_strided((sum(sizes),), (1,), 0).split(sizes)):
+            part.copy_(piece, non_blocking=True)
+    away.clear()
 
 
 # ---- A model and a task that need no download ----------------------------------------------------

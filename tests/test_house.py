@@ -55,6 +55,26 @@ def test_no_script_runs_text_as_code(name):
     assert not {"exec", "eval"} & {ast.unparse(n.func) for n in nodes(name, ast.Call)}
 
 
+def test_the_first_floor_of_common_names_nothing_of_the_second():
+    """A fork may change what a critic computes without opening what a run needs."""
+    lines = (ROOT / "common.py").read_text().splitlines()
+    [line] = [n for n, text in enumerate(lines, 1) if text.startswith("# The second floor: ")]
+    above = set()  # names that are read there, but for those of arguments and variables
+    below = set()  # names that are defined there
+    for node in TREE["common"].body:
+        names = [n for n in ast.walk(node) if isinstance(n, ast.Name)]
+        stored = {n.id for n in names if isinstance(n.ctx, ast.Store)}
+        if node.lineno < line:
+            arguments = {n.arg for n in ast.walk(node) if isinstance(n, ast.arg)}
+            above |= {n.id for n in names} - stored - arguments
+        elif isinstance(node, ast.FunctionDef | ast.ClassDef):
+            below.add(node.name)
+        else:
+            below |= stored
+    assert {"gae", "Batch", "attention"} <= above and {"Logger", "TINY"} <= below
+    assert above & below == set()
+
+
 def test_no_utility_takes_a_whole_run():
     """common.py does not know its callers: its functions take the values that they need."""
     taken = [function.args for function in nodes("common", ast.FunctionDef)]
