@@ -71,7 +71,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu card vllm test convert board"
+    kinds = "start extra run parts nodes gpu card vllm test convert board diff"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -126,6 +126,12 @@ def test_the_speeds_are_those_of_results():
     words = README.replace("\n", " ")
     assert f"makes an update {few} as fast as a bare transformers loop with 4 answers" in words
     assert f"and {many} as fast with 8 answers to long prompts" in words
+
+
+def test_the_diff_of_the_critics_stays_a_lesson():
+    [command] = [line for kind, line in COMMANDS if kind == "diff"]
+    said = run("bash", "-c", command, cwd=ROOT).stdout
+    assert 20 < len(re.findall("^@@", said, flags=re.M)) <= 75
 
 
 def test_the_example_rows_are_the_toys():
