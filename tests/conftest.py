@@ -2,6 +2,7 @@
 
 import gc
 import importlib.util
+import io
 import os
 import sys
 import types
@@ -86,3 +87,18 @@ def whole_run(parse, monkeypatch):
     small = "--train-batch-size 8 --critic.ppo-mini-batch-size 8 --eval-every 0 --steps 2"
     small += ' --dump-rollouts --actor.lr 1e-3 --actor.override-config {"initializer_range":0.1}'
     return lambda flags: ppo_loop.main(parse(f"{small} {flags}"))
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    """What bars show, from the beginning."""
+    bar = common.tqdm
+    file = Terminal()
+    now = {"file": file, "delay": 0, "mininterval": 0, "miniters": 1, "ncols": 80}
+    monkeypatch.setattr(common, "tqdm", lambda *args, **more: bar(*args, **{**more, **now}))
+    return file

@@ -256,9 +256,8 @@ def updates_of(out):
 
 def steps_of(out):
     """Steps of the complete checkpoints, the latest first."""
-    return sorted(
-        (int(path.name[5:]) for path in out.glob("checkpoints/step_*[0-9]")), reverse=True
-    )
+    names = [path.name for path in out.glob("checkpoints/step_*")]
+    return sorted((int(name[5:]) for name in names if name[5:].isdigit()), reverse=True)
 
 
 def metrics_of(out):

@@ -442,7 +442,14 @@ def dies(folder):
     os.dup2(os.open(f"{folder}/last words of {common.RANK}", os.O_WRONLY | os.O_CREAT), 2)
     if common.RANK == 1:
         ppo_loop.PolicyWorker.update_policy = lambda *_: os.kill(os.getpid(), 9)
-    common.launch(lambda: toy(pathlib.Path(folder), "lost", "--critic.timeout-minutes", "0.2"))
+
+    def main():
+        try:
+            toy(pathlib.Path(folder), "lost", "--critic.timeout-minutes", "0.2")
+        finally:
+            ppo_loop.end_workers()  # as the script does
+
+    common.launch(main)
 
 
 # name, ranks, function, its arguments, and how the names of those begin that it reads results of

@@ -6,7 +6,6 @@ both critics cut by the same functions, as test_critic_megatron.py asserts."""
 
 import dataclasses
 import inspect
-import io
 import itertools
 import json
 import math
@@ -842,21 +841,6 @@ def test_work_without_a_terminal_is_silent(capsys):
         done()
     said = capsys.readouterr()
     assert said.out == said.err == ""
-
-
-class Terminal(io.StringIO):
-    def isatty(self):
-        return True
-
-
-@pytest.fixture
-def terminal(monkeypatch):
-    """What bars show, from the beginning."""
-    bar = common.tqdm
-    file = Terminal()
-    now = {"file": file, "delay": 0, "mininterval": 0, "miniters": 1, "ncols": 80}
-    monkeypatch.setattr(common, "tqdm", lambda *args, **more: bar(*args, **{**more, **now}))
-    return file
 
 
 def test_a_terminal_gets_a_bar_that_leaves_no_trace(terminal, capsys):

@@ -187,7 +187,7 @@ def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):
     page = (ROOT / ".github" / "afternoon.md").read_text()
     blocks = re.findall(r"^```bash gpu\n(.*?)^```", page, flags=re.M | re.S)
     lines = "".join(blocks).replace("\\\n    ", "").replace(".venv/bin/", "").splitlines()
-    assert len(lines) == 7 and "Qwen/Qwen2.5-1.5B-Instruct" in lines[-1]
+    assert len(lines) == 6 and "Qwen/Qwen2.5-1.5B-Instruct" in lines[-1]
 
     # sums as GSM8K writes them
     for name, held_out in (("train", False), ("test", True)):

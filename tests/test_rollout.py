@@ -318,22 +318,19 @@ def test_ids_of_images_are_never_drawn_and_have_no_probability():
     assert entropy_T.max() > 1 and all(g.isfinite().all() for g in gradients)
 
 
-def test_rollout_log_probs_and_update_show_how_far_they_are(monkeypatch, capsys):
+def test_rollout_log_probs_and_update_show_how_far_they_are(terminal):
     """Of a rollout that ends early, the rest counts as done."""
     w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
     w.max_tokens = 64
     batch = batch_to_learn(w, n=8)
-    monkeypatch.setattr(common, "LINE_EVERY", 0.0)
-    lines = lambda: [
-        re.sub(r"0:00:\d\d", "0:00:00", line) for line in capsys.readouterr().out.splitlines()
-    ]
-    lines()
+    terminal.truncate(0)
+    shown = lambda what: re.findall(rf"{what}: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
+
     w.compute_log_probs(batch)
     n = len(w.plan_micro_batches(common.describe(batch))[0])
-    said = [f"log-probs  {i} of {n} micro-batches, 0:00:00 left" for i in range(1, n + 1)]
+    assert n > 2 and shown("log-probs") == [(f"{i}", f"{n}") for i in range(n + 1)]
 
-    assert n > 2 and lines() == said
     w.update_policy(batch)
-    assert len(said := lines()) > 4 and said[-1] == "policy     16 of 16 rows, 0:00:00 left"
+    assert len(said := shown("policy")) > 5 and said[-1] == ("16", "16")
     engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
-    assert lines()[-1] == "rollout    11 of 11 forwards, 0:00:00 left"
+    assert shown("rollout")[-1] == ("11", "11")
