@@ -1,7 +1,7 @@
 """What the scripts share: formulas, formats and tools. Nothing here imports a script.
 
-If you trust these names, you need not open this file. It has two floors, with a line between them.
-The first is what a critic computes, and what a fork may change:
+To read the critics, you need not open this file if you trust its names. It has two floors, with a
+line between them. The first is what a critic computes, and what a fork may change:
 
     The batch              flat and ragged from the file to the loss; padded tensors in and out
     PPO's maths            advantages, returns, the weights of losses, value losses, statistics
@@ -9,7 +9,7 @@ The first is what a critic computes, and what a fork may change:
     Packed rows            attention without padding
     Recurrent layers       each row of a pack alone
 
-The second is what a run needs, and a fork never opens it:
+The second is what a run needs. A fork opens it for another head (Model folders) or logger (Logs):
 
     Rows as JSON           a line of a file -> token ids; chats in a tokenizer's template
     Processes and ranks    start, errors, a run that is told to stop, exit
@@ -1235,7 +1235,7 @@ def blocks_of_rows(pack, rank, ranks):
 
 # ==================================================================================================
 # The second floor: what a run needs. Above this line stands what a critic computes, and it names
-# nothing of what stands below, but for the first names. A fork never opens this floor.
+# nothing of what stands below, but for the first names.
 # ==================================================================================================
 
 # ---- Rows as JSON, one per line ------------------------------------------------------------------

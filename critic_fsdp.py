@@ -251,7 +251,7 @@ from safetensors.torch import save_file
 from torch.profiler import record_function
 from transformers import AutoModel
 
-# what only this script needs
+# what only this script needs: its warnings, then its imports
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # only read
 warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
 warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
@@ -453,7 +453,8 @@ def units_of(model):
 class MicroBatch(NamedTuple):
     """Rows on the device, as the model reads them.
 
-    Columns have T entries, or are None. A slot is a token or padding."""
+    Columns have T entries, or are None; where response_mask is false they may hold anything, even
+    NaN. A slot is a token or padding."""
 
     inputs: dict  # arguments of the model: ids and positions of the slots, images
     index_T: torch.Tensor  # each token's slot
@@ -612,7 +613,8 @@ class DataParallelPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums: where nothing is summed, an update has them, too
+        # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
+        # in `loss` shows here
         micro = self.micro_batch(Batch.blank())
         shape = (len(micro.response_mask), model_config.num_labels)
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
@@ -775,7 +777,7 @@ class DataParallelPPOCritic:
                     values = []  # the old ones
                     for i, piece in enumerate(pieces, 1):
                         micro = self.micro_batch(piece)
-                        part, old_T = self.forward_backward(micro, i == len(pieces))
+                        part, old_T = self.forward_backward(micro, last=i == len(pieces))
                         sums.update(part)
                         values.append(old_T)
                         done(len(mini) / len(pieces))
@@ -833,7 +835,8 @@ class DataParallelPPOCritic:
     def loss(self, outputs, micro):
         """This micro-batch's part of the mini-batch loss, and its sums.
 
-        sums: for each metric, the sum over the actions, see common.update_metrics."""
+        sums: for each metric, the sum over the actions, of which only that of vf_loss has weights;
+        see common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:

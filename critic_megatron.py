@@ -250,7 +250,7 @@ from safetensors.torch import save_file
 from torch.profiler import record_function
 from transformers import AutoModel
 
-# what only this script needs
+# what only this script needs: its warnings, then its imports
 if not torch.cuda.is_available():
     os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron would load a compiler, which is not used
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it overlaps communication
@@ -526,8 +526,9 @@ def padding_row(module, model_config):
 class MicroBatch(NamedTuple):
     """Rows on the device, as the model reads them.
 
-    Columns have S entries, or are None. A slot is a token or padding of this rank. An entry is
-    about the action that *follows* the slot's token, see shift."""
+    Columns have S entries, or are None; where response_mask is false they may hold anything, even
+    NaN. A slot is a token or padding of this rank. An entry is about the action that *follows* the
+    slot's token, see shift."""
 
     ids_1S: torch.Tensor
     reads: PackedSeqParams  # what CoreAttention reads: pack, a common.Pack, and rotary, two tables
@@ -698,7 +699,8 @@ class MegatronPPOCritic:
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
-        # the names of what `loss` sums: where nothing is summed, an update has them, too
+        # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
+        # in `loss` shows here
         micro = self.micro_batch(Batch.blank())
         shape = (len(micro.response_mask), model_config.num_labels)
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
@@ -957,7 +959,8 @@ class MegatronPPOCritic:
     def loss(self, outputs, micro):
         """This micro-batch's part of the mini-batch loss, and its sums.
 
-        sums: for each metric, the sum over the actions, see common.update_metrics."""
+        sums: for each metric, the sum over the actions, of which only that of vf_loss has weights;
+        see common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
         if outputs.ndim == 2:
