@@ -1,4 +1,4 @@
-"""Which tests are quick, in which order files run, and the fixtures of several files."""
+"""Which scenarios begin at once, in which order files run, and the fixtures of several files."""
 
 import gc
 import importlib.util
@@ -15,7 +15,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest  # noqa: E402
 from forked import SCENARIOS  # noqa: E402  # imports torch
-from helpers import begin_scenarios  # noqa: E402
+from helpers import begin_scenarios, needs  # noqa: E402
 
 import common  # noqa: E402
 import ppo_loop  # noqa: E402
@@ -35,9 +35,6 @@ SKIPPED_WEIGHTS = (
     "ppo_scenarios-images on 2",
 )
 
-QUICK = ("house", "common", "exercises", "ppo_loop", "policy", "rollout", "user_functions")
-QUICK = {f"test_{name}.py" for name in (*QUICK, "rewards", "flags")}
-
 
 def files_of(item):
     """The files whose scenarios a test's file waits for."""
@@ -46,10 +43,8 @@ def files_of(item):
 
 
 def pytest_collection_modifyitems(items):
-    """Marks whole files as quick. What waits for scenarios comes last."""
+    """Skips what the installed packages cannot do. What waits for scenarios comes last."""
     for item in items:
-        if item.path.name in QUICK:
-            item.add_marker("quick")
         if NO_MEGATRON and ("megatron" in item.nodeid or item.get_closest_marker("megatron")):
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
         if not common.SKIPS_UNUSED and any(name in item.nodeid for name in SKIPPED_WEIGHTS):
@@ -58,14 +53,27 @@ def pytest_collection_modifyitems(items):
 
 
 def pytest_collection_finish(session):
-    """Begins the scenarios of whole files, file after file, while tests of one process run."""
+    """Begins what tests of whole files wait for, file after file, while tests of one process run:
+    of each file the scenarios of the rings whose tests were selected, slow or not, and those that
+    they need."""
     # what is imported never goes: to look through it again and again takes a tenth of the time
     gc.freeze()
     option, before = session.config.option, None
-    if option.collectonly or option.keyword or option.markexpr or "::" in str(session.config.args):
+    if option.collectonly or option.keyword or "::" in str(session.config.args):
         return
-    for file in dict.fromkeys(file for item in session.items for file in files_of(item)):
-        before = begin_scenarios(file, SCENARIOS[file], after=before)
+
+    rings = {}
+    for item in session.items:
+        for file in files_of(item):
+            rings.setdefault(file, set()).add(item.get_closest_marker("slow") is not None)
+
+    for file, slow in rings.items():
+        of_file = {one.name: one for one in SCENARIOS[file]}
+        asked = [one for one in of_file.values() if one.slow in slow]
+        needed = [x for x in of_file.values() if any(needs(one, x, of_file) for one in asked)]
+        chosen = [x for x in of_file.values() if x in asked or x in needed]
+        if chosen:
+            before = begin_scenarios(file, chosen, after=before)
 
 
 @pytest.fixture

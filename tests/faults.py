@@ -1014,7 +1014,7 @@ def main(names, short):
     print(f"{'all':30}{total:5}  {time.monotonic() - start:5.1f} s  nothing lost")
 
 
-@forked.scenario(ranks=0)
+@forked.scenario(ranks=0, slow=True)
 def shortest(folder):
     """Fewer of each fault, on one script each, for test_bench.py."""
     main(set(), short=True)

@@ -11,9 +11,10 @@ To add one: write `@scenario(ranks=2) def name(folder): ...` with asserts into a
 test_scenarios.py waits for it. From a test of a test_*.py, wait for it with ran(name, 2).
 
 The scenarios of a file share a folder and run in its order; neighbours on equal ranks share their
-processes. A session of whole files begins them at once, next to the tests of one process; with -k
-a scenario begins when a test asks for it, after those that it needs. faults.py, which kills and
-stops ranks, forks them itself: start() and wait() below.
+processes. A session of whole files begins those of its tests at once, next to the tests of one
+process; with -k a scenario begins when a test asks for it, after those that it needs. faults.py,
+which kills and stops ranks, forks them itself: start() and wait() below. With slow=True a scenario
+belongs to the tests that `pytest -m slow` runs.
 """
 
 import contextlib
@@ -57,6 +58,7 @@ class Scenario(typing.NamedTuple):
     args: tuple
     needs: tuple  # how the names of those begin that must run before it
     fresh: bool  # in processes of its own
+    slow: bool  # of the ring that pytest -m slow runs
 
 
 HERE = os.path.dirname(os.path.abspath(__file__))
@@ -77,7 +79,7 @@ def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__, 
 ProcessGroupGloo.__init__ = new_group
 
 
-def scenario(ranks, name=None, args=(), needs=(), fresh=False):
+def scenario(ranks, name=None, args=(), needs=(), fresh=False, slow=False):
     """Marks a function(folder, *args) to run on this number of ranks, or on each of several. On 0
     ranks it runs in the process that forks, whose module must not import what reads RANK."""
 
@@ -85,7 +87,7 @@ def scenario(ranks, name=None, args=(), needs=(), fresh=False):
         for n in ranks if isinstance(ranks, tuple) else (ranks,):
             named = name or f"{function.__name__} on {n}"
             of_file = SCENARIOS.setdefault(function.__module__, [])
-            of_file.append(Scenario(named, n, function, args, needs, fresh))
+            of_file.append(Scenario(named, n, function, args, needs, fresh, slow))
         return function
 
     return mark

@@ -724,7 +724,7 @@ def main(names, short):
     print(f"{'all':30}{total:5}  {time.monotonic() - began:5.1f} s  nothing lost")
 
 
-@forked.scenario(ranks=0)
+@forked.scenario(ranks=0, slow=True)
 def shortest(folder):
     """Two cases on one script, for test_hosts.py."""
     main(set(), short=True)

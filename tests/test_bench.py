@@ -7,10 +7,13 @@ import sys
 import ablations
 import digits
 import faults
+import pytest
 import rewards
 from helpers import ROOT, printed, ran, run, succeeded
 
 import common
+
+pytestmark = pytest.mark.slow
 
 SCENARIO_FILES = ("faults",)
 

@@ -112,6 +112,7 @@ def test_impossible_flags_and_missing_models_are_named(words, kind, fields):
     assert words in str(error.value)
 
 
+@pytest.mark.slow
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     """In a row (on two ranks), a budget, a folder; if training diverges."""
     rows = tmp_path / "rows.jsonl"
@@ -150,6 +151,7 @@ def test_one_rank_alone_says_what_is_wrong_with_a_flag(script, flags, words):
         assert (process.stdout + process.stderr).count(words) == said
 
 
+@pytest.mark.slow
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three
     updates

@@ -223,6 +223,7 @@ def decoders():
     return models
 
 
+@pytest.mark.slow
 def test_no_decoder_of_transformers_has_a_hidden_dropout():
     """All dropouts come from floats in the config that disable_dropout finds, whatever their
     values."""
@@ -265,6 +266,7 @@ def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tm
     torch.testing.assert_close(alone, values, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_a_model_with_heads_of_several_sizes_learns(tmp_path):
     config = transformers.Gemma4TextConfig(**GROUPED, head_dim=8, global_head_dim=16)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)

@@ -141,6 +141,7 @@ def test_a_metric_is_added_in_the_loss_alone(kind, monkeypatch):
     assert math.isnan(w.update_critic(batch)["critic/abs_error"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [critic_fsdp, cm])
 @pytest.mark.parametrize(
     "size, critic, flags, calls",

@@ -334,6 +334,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     check_export(hf, batch, values, fields.get("value_head"), fields.get("value_range"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks, command", [
     (2, "critic_fsdp.py --strategy fsdp1 --value-head bounded --value-range -1 3"),
     (2, "critic_fsdp.py --ulysses-size 2 --offload-policy"),

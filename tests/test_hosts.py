@@ -4,6 +4,8 @@ import hosts
 import pytest
 from helpers import printed, ran
 
+pytestmark = pytest.mark.slow
+
 SCENARIO_FILES = ("hosts",)
 
 

@@ -83,14 +83,15 @@ def cases_of(layout):
     return dict.fromkeys(x.removesuffix(", deferred") if "fsdp1" in layout else x for x in cases)
 
 
-@scenario(ranks=(1, 2, 4))
+@scenario(ranks=(1, 4), slow=True)
+@scenario(ranks=2)
 def every_layout(folder):
     """Results of one model on all layouts of these ranks."""
     jobs = [("qwen2", layout, fields, cases_of(layout)) for layout, fields in layouts().items()]
     save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, jobs)
 
 
-@scenario(ranks=2)
+@scenario(ranks=2, slow=True)
 def every_model(folder):
     """Results of all models on three layouts."""
     some = [(layout, layouts()[layout], cases) for layout, cases in SOME.items()]
@@ -119,7 +120,10 @@ def results_of(model, layout, fields, cases, out):
     return results
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 26), (2, 58), (4, 45)])
+@pytest.mark.parametrize(
+    "ranks, cases",
+    [(2, 58), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 26), (4, 45)))],
+)
 def test_every_layout_makes_the_same_gradient(ranks, cases):
     folder = ran(every_layout, ranks)
     results = torch.load(folder / f"{ranks}.pt", weights_only=True)
@@ -130,6 +134,7 @@ def test_every_layout_makes_the_same_gradient(ranks, cases):
         print(f"  {layout:42s} {error:.1e}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name):
     folder = ran(every_model, 2)

@@ -222,7 +222,8 @@ def results_of(model, layout, folder):
     return results
 
 
-@scenario(ranks=(1, 2, 4, 8))
+@scenario(ranks=(1, 4, 8), slow=True)
+@scenario(ranks=2)
 def every_layout(folder):
     save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, layouts(WORLD_SIZE))
 
@@ -239,7 +240,12 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize("ranks, cases", [(1, 35), (2, 80), (4, 53), (8, 7)])
+SLOW = {"marks": pytest.mark.slow}
+
+
+@pytest.mark.parametrize(
+    "ranks, cases", [(2, 80), *(pytest.param(*x, **SLOW) for x in ((1, 35), (4, 53), (8, 7)))]
+)
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     out = ran(every_layout, ranks)
     results = torch.load(out / f"{ranks}.pt", weights_only=True)

@@ -3,6 +3,8 @@
 import models
 import pytest
 
+pytestmark = pytest.mark.slow
+
 SAMPLE = (
     "cohere2",  # scales its logits
     "deepseek_v3",

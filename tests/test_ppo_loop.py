@@ -224,7 +224,7 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
 
 
-@pytest.mark.parametrize("phase, owner, name, nth, saved", [  # in the nth call of the second step
+PHASES = [  # a call of the second step, of this number
     ("rollout", ppo_loop.Draw, "__call__", 20, 1),
     ("evaluation", ppo_loop.Draw, "__call__", 3, 1),
     ("reward", ppo_loop, "addition_reward", 6, 1),
@@ -234,7 +234,11 @@ NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
     ("values", critic_fsdp.DataParallelPPOCritic, "forward", 2, 1),
     ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
     ("update of the actor", PolicyWorker, "step", 1, 2),
-])  # fmt: skip
+]
+SLOW = [pytest.param(*x, marks=pytest.mark.slow) for x in PHASES if x[0] != "update of the critic"]
+
+
+@pytest.mark.parametrize("phase, owner, name, nth, saved", [PHASES[-2], *SLOW])
 def test_sigterm_interrupts_a_phase(
     phase, owner, name, nth, saved, whole_run, monkeypatch, tmp_path
 ):

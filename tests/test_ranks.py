@@ -15,6 +15,7 @@ import common
 ROWS = str(ROOT / "tests" / "rows.jsonl")
 ALONE = """
 import os, runpy, sys
+
 os.makedirs(os.environ["RANK"])
 os.chdir(os.environ["RANK"])  # as on a machine with a disk of its own
 sys.argv.pop(0)
@@ -69,6 +70,7 @@ def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act,
     assert process.returncode in (1, 2) and line in process.stderr, process.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"])
 def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_their_own):
     folder, begun = on_disks_of_their_own[script]

@@ -220,7 +220,6 @@ def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
     assert len({m["critic/vf_loss"] for m in one}) == 3
 
 
-@pytest.mark.quick
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
 def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     """With these alone, a critic trains, saves, resumes and exports, and loads its export."""
@@ -329,6 +328,7 @@ def check_critic_on_gsm8k(copy, out):
     assert "800 held-out rows, 131,365 actions" in report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("run", "vllm")])
 def test_command_runs(line, copy, ppo):
     """And what the pages say of its results is so."""
@@ -363,6 +363,7 @@ def test_command_runs(line, copy, ppo):
         check_critic_on_gsm8k(copy, out)
 
 
+@pytest.mark.slow
 def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
     """The shell says what to score, which forks do; after one part it is asked again, as after a
     kill."""
@@ -434,6 +435,7 @@ def test_other_boards_read_the_curves(line, tmp_path):
     assert any(b"critic/vf_loss" in path.read_bytes() for path in theirs), theirs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
 def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port

@@ -16,6 +16,8 @@ from transformers import AutoModelForCausalLM
 
 from ppo_loop import ActorConfig
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):

@@ -179,6 +179,7 @@ def test_equal_rows_are_shown_once(tmp_path):
     assert twice.count("<article") == text.count("<article") == 12
 
 
+@pytest.mark.slow
 @needs_browser
 def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     """Numbers equal TD errors by hand."""
@@ -233,6 +234,7 @@ def log_of(folder, curves, steps=9):
     return rows
 
 
+@pytest.mark.slow
 @needs_browser
 def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
     """Light and dark. On a phone the curves are above the rows, elsewhere next to them."""
@@ -750,6 +752,7 @@ def test_without_evaluations_the_report_of_ppo_tells_of_the_steps(tmp_path):
     assert ppo_loop.what_changed(tmp_path / "none") is None
 
 
+@pytest.mark.slow
 def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
     """A resumed run keeps those of its first evaluation; a new run in this folder replaces them."""
     monkeypatch.chdir(tmp_path)
@@ -779,6 +782,7 @@ def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
     assert replaced != first
 
 
+@pytest.mark.slow
 def test_a_run_leaves_the_same_report_and_one_profile_on_any_number_of_ranks(tmp_path):
     """Without held-out rows it shows the rows of the last update, of which one of four ranks has
     none."""

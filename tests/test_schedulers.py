@@ -9,12 +9,15 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch.distributed.run
 import tyro
 import yaml
 from helpers import ROOT
 
 import critic_fsdp
+
+pytestmark = pytest.mark.slow
 
 PAGE = (ROOT / ".github" / "reference.md").read_text()
 SLURM = re.search(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE, flags=re.M | re.S)[1]

@@ -62,6 +62,7 @@ TWO = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT"
 SCRIPTS = (FSDP, MEGATRON, PPO)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env, words", [
     ({"WORLD_SIZE": "2"}, "environment variable RANK expected, but not set"),
     ({"RANK": "1"}, "rank < size. 1 vs 1"),
@@ -98,6 +99,7 @@ common.launch(main)
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
     """At the same store, which still holds the addresses of the first start."""
     (script := tmp_path / "restarts.py").write_text(RESTARTS)
@@ -130,6 +132,7 @@ def test_a_flag_that_python_sets_is_one_line():
     ends_in_one_line(process, "for Config lr Input should be greater than 0 [type=greater_than")
 
 
+@pytest.mark.slow
 def test_letters_that_a_terminal_lacks_end_no_run():
     """As the name of a file, or the text of a row, on a terminal that knows ASCII only."""
     say = "import common; common.launch(lambda: common.print0('prompts é 中.jsonl'))"
@@ -341,6 +344,7 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
 
 
+@pytest.mark.slow
 def test_a_second_run_leaves_the_folder_of_the_first_alone(tmp_path):
     """Whichever script it runs, it ends in one line, and the first goes on. When that is killed,
     the next one starts at once."""
@@ -451,6 +455,7 @@ def test_a_critic_that_an_update_has_ruined_is_not_saved_over_the_good_one(scrip
     assert contents(kept) == before and not (tmp_path / "out/checkpoints/step_3").exists()
 
 
+@pytest.mark.slow
 def test_an_actor_or_critic_of_the_loop_that_is_ruined_is_not_saved(tmp_path):
     flags = (
         "--supervised-steps",

@@ -111,7 +111,10 @@ def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
     assert (process.returncode, process.stderr) == (130, LINE)
 
 
-@pytest.mark.parametrize("script, ranks", [("critic_fsdp", 1), *((x, 2) for x in SCRIPTS)])
+@pytest.mark.parametrize(
+    "script, ranks",
+    [("critic_fsdp", 1), *(pytest.param(x, 2, marks=pytest.mark.slow) for x in SCRIPTS)],
+)
 def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     """All ranks end at the same step. The run continues from it, and ends as if it had not been
     stopped."""
@@ -136,6 +139,7 @@ TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-si
 LAYOUTS = {4: (TENSOR, 2), 2: (PIPELINE, 2), 3: (), 8: (TENSOR, 2, PIPELINE, 2)}  # of Megatron
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_that_stops_on_four_ranks_goes_on_with_another_number(script, tmp_path):
     """With 2, 3 and 8 ranks, which have more or fewer than one row of a mini-batch each: the same
@@ -215,6 +219,7 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
         common.Stop.signal = 0
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_under_torchrun(again, tmp_path):
@@ -272,6 +277,7 @@ def answer(*row):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number, imports, ended, said", [
     (signal.SIGINT, True, 130, LINE), (signal.SIGTERM, False, 143, ""),
@@ -311,6 +317,7 @@ def test_the_processes_of_a_reward_function_end_with_the_run(
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, ranks", [("critic_fsdp", 2), ("critic_megatron", 1), ("ppo_loop", 1)]
 )

@@ -112,6 +112,7 @@ def test_rows_run_at_once_in_processes_and_built_in_rewards_here(ask, tmp_path, 
     assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
 
 
+@pytest.mark.slow
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_loop, "CALLS", 1)  # enough for an import
     file = tmp_path / "mine.py"
@@ -184,6 +185,7 @@ def dies_later(prompt, response, answer):
 ENDINGS = {"returns": 0, "raises": 1, "is killed": -9}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name, end", [
     *(("forks", end) for end in ENDINGS),
     ("forks_in_c", "raises"), ("forks_later", "returns"),
@@ -195,6 +197,7 @@ def test_a_child_that_a_function_forks_answers_no_row(name, end, ask, tmp_path):
     assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
     """At once and not after the time of a row, and while the file is imported as well."""
     (tmp_path / "mine.py").write_text(FORKS)
@@ -208,6 +211,7 @@ def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_
     assert time.monotonic() - began < 30
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("status", ["0", "1"])
 def test_a_process_that_dies_between_two_rows_fails_none(status, ask, tmp_path):
     (tmp_path / "mine.py").write_text(FORKS)
@@ -284,6 +288,7 @@ returns = lambda *row: f(*row)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["f", "judge", "returns"])
 def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
     (tmp_path / "mine.py").write_text(ASYNC)
@@ -490,6 +495,7 @@ def f(prompt, response, answer):
 """
 
 
+@pytest.mark.slow
 def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_path):
     """Nothing that a row holds, returns or raises ends its worker, so that there are 8 at most."""
     (tmp_path / "mine.py").write_text(VALUES)
@@ -523,6 +529,7 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
     assert (made, type(made), fault) == (0.5, float, "")
 
 
+@pytest.mark.slow
 def test_processes_of_a_pool_end_with_the_worker(ask, tmp_path):
     """Those of a module's pool would wait for work for ever."""
     (tmp_path / "mine.py").write_text(

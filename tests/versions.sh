@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs the quick tests and the three default runs with other versions of Python and of the packages,
+# Runs the default tests and the three default runs with other versions of Python and of the packages,
 # each set in an environment of its own, and prints the rows of the table in RESULTS.md.
 #
 #     tests/versions.sh [NAME ...]      all sets, or those with these names
@@ -46,8 +46,8 @@ build() { # NAME PYTHON CHANGES...: an environment with these packages
 try() { # NAME: the row of this set
     local home=$folder/$1 ends="" out=$folder/$1.out
     versions=$("$home/bin/python" -m pip list 2> /dev/null | awk '$1 ~ /^(torch|transformers|megatron[-_]core)$/ {print $1, $2}' | paste -sd ';')
-    "$home/bin/python" -m pytest -q tests -m quick > "$folder/$1.quick.log" 2>&1 || true
-    quick=$(tail -1 "$folder/$1.quick.log")
+    "$home/bin/python" -m pytest -q tests > "$folder/$1.tests.log" 2>&1 || true
+    tests=$(tail -1 "$folder/$1.tests.log")
     for script in critic_fsdp critic_megatron ppo_loop; do
         if "$home/bin/python" $script.py --out-dir "$out/$script" > "$folder/$1.$script.log" 2>&1; then
             ends="$ends ok"
@@ -55,10 +55,10 @@ try() { # NAME: the row of this set
             ends="$ends $(tail -1 "$folder/$1.$script.log")"
         fi
     done
-    echo "| $1 | $("$home/bin/python" -V | cut -d' ' -f2) | $versions | ${quick//=/} |$ends |"
+    echo "| $1 | $("$home/bin/python" -V | cut -d' ' -f2) | $versions | ${tests//=/} |$ends |"
 }
 
-echo "| set | Python | packages | quick tests | critic_fsdp, critic_megatron, ppo_loop |"
+echo "| set | Python | packages | default tests | critic_fsdp, critic_megatron, ppo_loop |"
 echo "|---|---|---|---|---|"
 sets | while read -r line; do
     read -r -a words <<< "$line"
