@@ -14,7 +14,6 @@ from reference import MODELS, MODES, ROWS, compare, references, save_results
 from common import WORLD_SIZE
 
 BUDGET = {"ppo_max_token_len_per_gpu": 60}
-NORM = {**BUDGET, "response_length_limit": 50}
 CASES = {  # name -> rows, and Config fields that say how micro-batches are cut and losses averaged
     "one micro-batch": ("ragged", {}),
     "budget 60": ("ragged", BUDGET),
@@ -26,7 +25,8 @@ CASES = {  # name -> rows, and Config fields that say how micro-batches are cut 
     "shared, one micro-batch": ("equal prompts", {}),
     "not shared": ("equal prompts", {**BUDGET, "share_prompts": False}),
     "fewer rows than ranks": ("two rows", {}),
-    **{mode: ("ragged", {**NORM, "loss_agg_mode": mode}) for mode in MODES[1:]},
+    **{mode: ("ragged", {**BUDGET, "loss_agg_mode": mode}) for mode in MODES[1:-1]},
+    MODES[-1]: ("ragged", {**BUDGET, "loss_agg_mode": MODES[-1], "response_length_limit": 50}),
 }
 ON_HOST = {"gradient_checkpointing": True, "activation_offload": True}
 MEMORY = {  # options that save memory, on two ranks

@@ -198,7 +198,7 @@ def results_of(model, layout, folder):
         changes = {
             "loss_agg_mode": mode,
             "ppo_max_token_len_per_gpu": budget,
-            "response_length_limit": 50,
+            "response_length_limit": 50 if mode == MODES[-1] else None,
         }
         worker.config = critic.config = dataclasses.replace(config, **changes)
         worker.set_budget(ROWS[rows].longest[0], "the longest row")
