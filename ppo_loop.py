@@ -2768,7 +2768,8 @@ def load_function(name, flag, seconds):
         wrong = wrong_with(loaded.path, function)
     else:
         with blame(f"{flag} {name}: a process that imports the file dies"):
-            wrong = loaded.schedule(wrong_with).result()
+            # ten minutes, because a process that ends with status 0 is started again and again
+            wrong = loaded.schedule(wrong_with).result(600)
     if wrong:
         raise UserError(f"{flag} {name}: {wrong}")
 
