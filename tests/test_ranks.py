@@ -15,7 +15,6 @@ import common
 ROWS = str(ROOT / "tests" / "rows.jsonl")
 ALONE = """
 import os, runpy, sys
-
 os.makedirs(os.environ["RANK"])
 os.chdir(os.environ["RANK"])  # as on a machine with a disk of its own
 sys.argv.pop(0)
@@ -23,10 +22,9 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
+@pytest.fixture(scope="module")
 def on_disks_of_their_own(tmp_path_factory):
-    """Runs whose ranks share no disk, which they notice after half a minute: started first, checked
-    last."""
+    """Runs whose ranks share no disk, which they notice after half a minute: all start at once."""
     begun = {}
     for script in ("critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"):
         folder = tmp_path_factory.mktemp(script)
