@@ -20,6 +20,7 @@ import ppo_loop
 from common import UserError
 from critic_fsdp import Config, Run
 
+SLOW = {"marks": pytest.mark.slow}
 SCRIPT = ROOT / "critic_fsdp.py"
 ROWS = ROOT / "tests" / "rows.jsonl"
 HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
@@ -134,7 +135,9 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         )
 
 
-@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron", "ppo_loop"])
+@pytest.mark.parametrize(
+    "script", ["critic_fsdp", *(pytest.param(x, **SLOW) for x in ("critic_megatron", "ppo_loop"))]
+)
 @pytest.mark.parametrize("flags, words", [
     ("--lrr 3", "Unrecognized options: --"), ("--steps x", "Error parsing --steps: invalid"),
     ("--steps 0", "Input should be greater"), ("--score /", "must be a file"),

@@ -573,10 +573,17 @@ def test_a_narrow_part_on_the_host_does_not_bring_the_rest():
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("strategy, variant", [
-    *itertools.product(STRATEGIES, ("", "lora")),
-    ("fsdp1", "freeze"), ("none", "freeze"), ("none", "hl_gauss"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "strategy, variant",
+    [
+        *itertools.product(("fsdp2", "none"), ("", "lora")),
+        ("none", "hl_gauss"),
+        pytest.param("fsdp1", "", marks=pytest.mark.slow),
+        pytest.param("fsdp1", "lora", marks=pytest.mark.slow),
+        pytest.param("fsdp1", "freeze", marks=pytest.mark.slow),
+        pytest.param("none", "freeze", marks=pytest.mark.slow),
+    ],
+)
 def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     """From checkpoints before the first step and after an update. Saving changes nothing."""
     fields = {"ppo_mini_batch_size": 6, "lr_warmup_steps": 9, **VARIANTS.get(variant, {})}

@@ -360,6 +360,7 @@ def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     assert second["critic/values_max"] - second["critic/values_min"] > 1e-7
 
 
+@pytest.mark.slow
 def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     """It is the range of the returns, 0 to 1, plus a tenth on either side."""
     path, wider, out = (tmp_path / name for name in ("rows.jsonl", "wider.jsonl", "out"))

@@ -57,9 +57,10 @@ MEGATRON = "MegatronPPOCritic, {'%s_model_parallel_size': 2}"
 
 @pytest.mark.parametrize("module, critic, act, line", [
     ("critic_fsdp", FSDP, "raise common.UserError('--x 1: no')", "error on rank 1: --x 1: no"),
-    ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
-    ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)",
-     "error: another rank died or hangs"),
+    pytest.param("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'",
+                 marks=pytest.mark.slow),
+    pytest.param("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)",
+                 "error: another rank died or hangs", marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act, line, tmp_path):
     script, words = tmp_path / "fails.py", {"rows": ROWS, "out": str(tmp_path / "out")}

@@ -109,6 +109,7 @@ def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
     assert said.count("met 2 at start 1\n") == 2, said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("env", [
     {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "OMP_NUM_THREADS": ""},
     {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "LOCAL_RANK": "0"},  # as clusters export them
@@ -126,6 +127,7 @@ def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     ends_in_one_line(process, f"--rollouts {tmp_path}/two\\nlines (FileNotFoundError")
 
 
+@pytest.mark.slow
 def test_a_flag_that_python_sets_is_one_line():
     program = "import common, critic_fsdp; common.launch(lambda: critic_fsdp.Config(lr=-1))"
     process = run(sys.executable, "-c", program, timeout=60)
@@ -535,6 +537,7 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 @pytest.mark.parametrize("score", [True, False])
 def test_memory_that_runs_out_before_the_first_step_counts_too(

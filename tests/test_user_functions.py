@@ -356,6 +356,7 @@ def test_without_a_time_limit_a_function_runs_in_this_process(tmp_path):
         load("pi")
 
 
+@pytest.mark.slow
 def test_breakpoint_works_without_a_time_limit(tmp_path):
     (tmp_path / "in_here.py").write_text(HERE)
     flags = ("--reward", f"{tmp_path}/in_here.py:stops", "--reward-timeout", "0")
