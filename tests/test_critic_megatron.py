@@ -291,6 +291,7 @@ def test_names_of_weights():
 few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
 
 
+@pytest.mark.slow
 @settings(deadline=None)
 @given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
 def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(lengths, cp, tp, share):

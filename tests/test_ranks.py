@@ -80,6 +80,7 @@ def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.slow
 def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_path):
     """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"

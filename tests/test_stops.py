@@ -178,6 +178,7 @@ def metrics(out):
     ]
 
 
+@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     """In the save that the first has asked for, which would take a minute."""
     out = tmp_path / "out"
