@@ -93,7 +93,8 @@ def main():
     common.setup_distributed()
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and common.RANK == 1:
         os._exit(1)
-    print("met", sum(common.of_all_ranks(1)), "at start", os.environ["TORCHELASTIC_RESTART_COUNT"])
+    met, start = sum(common.of_all_ranks(1)), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    os.write(1, f"met {met} at start {start}\n".encode())  # at once, as two ranks write here
 
 common.launch(main)
 """
