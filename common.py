@@ -32,6 +32,7 @@ import collections
 import copy
 import fcntl
 import functools
+import gzip
 import hashlib
 import inspect
 import io
@@ -79,7 +80,8 @@ from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import load_state_dict
-from transformers.utils import find_adapter_config_file
+from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.utils import cached_file, find_adapter_config_file
 
 try:
     from flash_attn import flash_attn_varlen_func
@@ -1239,34 +1241,37 @@ def blocks_of_rows(pack, rank, ranks):
 # ==================================================================================================
 
 # ---- Rows as JSON, one per line ------------------------------------------------------------------
-# read_rows makes a Batch of a user's file for a critic. The steps that it takes with a line also
-# read the prompts of PPO: other people's keys, token ids, hints, chats.
+# read_rows makes a Batch of a user's file for a critic. What the critic reads must be what the
+# policy read and wrote, and three thoughts see to it: text is encoded in its place, because many
+# tokenizers read it in another way where a row begins; a chat is rendered once, and the turns of
+# the assistant are found in it; and the user sees the first row as the model reads it.
 
 # float32 can hold the square
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool
 Text = Annotated[str, Field(min_length=1)]
 Id = Annotated[int, Field(ge=0, lt=2**63)]
 Ids = Annotated[list[Id], Field(min_length=1)]
+Chat = Annotated[list[dict], Field(min_length=1)]
 Flag = Annotated[bool, Field(strict=False)]  # 0 and 1, too
 ALTERNATIVES = (
     ("prompt", "messages", "prompt_ids"),
-    ("response", "response_ids"),
+    ("response", "response_ids", "completion"),
     ("reward", "rewards"),
 )
-HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
 
 
 class Rollout(BaseModel, strict=True):
     """One line of a JSONL file, with one key of each tuple in ALTERNATIVES; others are ignored."""
 
     prompt: Text | None = None
-    messages: Annotated[list[dict], Field(min_length=1)] | None = None  # a chat
+    messages: Chat | None = None
     tools: list[dict] | None = None  # that a chat may call, for the chat template
     prompt_ids: Ids | None = None
-    response: str | None = None  # empty text: the policy stopped at once
+    response: str | list[str] | None = None  # empty: the policy stopped at once; a list: its steps
     response_ids: Ids | None = None
+    completion: Chat | None = None  # goes on with messages; the assistant's turns are actions
     reward: Number | None = None  # given to the last action
-    rewards: list[Number] | None = None  # one per response token
+    rewards: list[Number] | None = None  # one per response token, or per turn, or per step
     response_mask: list[Flag] | None = None  # which response tokens act
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
     truncated: bool | None = None  # the response hit the length limit
@@ -1279,6 +1284,8 @@ class Rollout(BaseModel, strict=True):
             if len(given) != 1:
                 has = " and ".join(given) or "none"
                 raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
+        if self.completion and not self.messages:
+            raise ValueError("a completion of messages needs a prompt of messages")
         return self
 
 
@@ -1291,13 +1298,14 @@ def read_rows(
     hint_key=None,
     keys=None,
     chat=None,
+    last_turn_only=False,
 ):
-    """Reads a JSONL file (or a list of its lines) as one Batch; row_id is the line, from 0.
+    """Reads a file of rows (or a list of JSON lines) as one Batch; row_id counts them, from 0.
 
     model_config: of the model that the rows must fit. flag: what to call the file in an error.
-    place_images(rollout, folder) puts images into a Rollout. hint_key: see add_hint.
-    keys: where prompt, response and reward are, see in_our_keys. chat: more arguments of the chat
-    template. UserError names the first bad row."""
+    place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
+    prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
+    last_turn_only: a chat's earlier turns are no actions. UserError names the first bad row."""
     name = "toy"
     folder = ""
     lines = source
@@ -1305,46 +1313,113 @@ def read_rows(
         name = f"{flag} {source}"
         folder = dirname(source)
         lines = read_file(source, flag)
+    keys = keys or {}
+    reads_images = place_images is not None
+    fixed = (tokenizer, turn_ends(tokenizer, model_config), hint_key, chat or {}, reads_images)
 
     # a fault is named by the line, counted from 1
     rows = []
-    for row_id, line in enumerate(progress(lines, "rows", "lines")):
-        if not line.strip():
-            continue
+    notes = collections.Counter()
+    for number, line in enumerate(progress(lines, "rows", "lines"), 1):
         try:
-            reads_images = place_images is not None
-            rollout = parse_rollout(line, tokenizer, reads_images, keys or {}, chat or {})
-            rollout.prompt_ids = add_hint(tokenizer, line, hint_key, rollout.prompt_ids)
-            if place_images:
-                place_images(rollout, folder)
-            elif rollout.images:
-                raise UserError("it has images, but this model reads text only")
-            row = batch_of_one(rollout, row_id)
-            if model_config:
-                check_rows(row, model_config)
+            for row in rows_of_line(line, keys.get("response")):
+                rollout = parse_rollout(row, keys, last_turn_only)
+                notes.update(encode_rollout(rollout, row, *fixed))
+                if place_images:
+                    place_images(rollout, folder)
+                elif rollout.images:
+                    raise UserError("it has images, but this model reads text only")
+                rows.append(batch_of_one(rollout, len(rows)))
+                if model_config:
+                    check_rows(rows[-1], model_config)
         except UserError as fault:
-            raise UserError(f"{name}:{row_id + 1}: {fault}") from None
-        rows.append(row)
+            raise UserError(f"{name}:{number}: {fault}") from None
 
     if not any(row.response_mask.any() for row in rows):
         raise UserError(f"{name}: no row has an action")
     if hint_key:
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
+    for words, count in notes.items():
+        print0(f"note       {count:,} of {len(rows):,} rows: {words}")
     return concat(rows)
 
 
-def read_file(path, flag):
-    """The lines of a text file, as UTF-8 bytes. UserError: it cannot be read."""
-    with blame(f"{flag} {path}"):
-        is_pipe = exists(path) and not isdir(path) and not isfile(path)
-        if is_pipe and (WORLD_SIZE > 1 or flag == "--score"):
-            raise ValueError("several ranks, and --score, can read only a file, not a pipe")
-        text = Path(path).read_bytes()
-        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
-            text = text.decode("utf-16").encode()
+def rows_of_line(line, response_key=None):
+    """The rows of a JSON line, as objects: none if it is blank, one, or several answers to a
+    prompt: a list of them with a list of rewards, or a pair of a better and a worse one.
 
-    # a byte order mark begins a file, or a line where files were joined
-    return [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
+    response_key: the only response, if the user names it. UserError: the lists do not fit."""
+    if not line.strip():
+        return []
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return [line]  # parse_rollout says what is wrong
+    if not isinstance(row, dict) or response_key:
+        return [row]
+
+    answers = row.get("responses") or row.get("completions")
+    rewards = row.get("rewards")
+    if isinstance(answers, list) and isinstance(rewards, list):
+        if len(answers) != len(rewards):
+            raise UserError(f"it has {len(answers)} responses, but {len(rewards)} rewards")
+        prompt = without(row, "responses", "completions", "rewards")
+        return [prompt | {"response": x, "reward": r} for x, r in zip(answers, rewards)]
+
+    if row.get("chosen") is not None and row.get("rejected") is not None:
+        return pair_of_rows(row)
+    return [row]
+
+
+def pair_of_rows(row):
+    """A better answer, with a reward of 1, and a worse one, with 0. Both may be whole chats, which
+    begin alike: there the answers begin where they differ."""
+    pair = []
+    prompt = without(row, "chosen", "rejected")
+    chats = [row["chosen"], row["rejected"]]
+    if all(isinstance(chat, list) for chat in chats):
+        if isinstance(prompt.get("prompt"), list):
+            chats = [prompt["prompt"] + chat for chat in chats]
+        same = [x for x, y in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(*chats))]
+        prompt["prompt"] = same
+        chats = [chat[len(same) :] for chat in chats]
+    for answer, reward in zip(chats, (1.0, 0.0)):
+        pair.append(prompt | {"completion": answer, "reward": reward})
+    return pair
+
+
+def without(row, *keys):
+    """A copy of an object without these keys."""
+    return {key: x for key, x in row.items() if key not in keys}
+
+
+def parse_rollout(row, keys, last_turn_only=False):
+    """A JSON object -> Rollout, whose texts have no token ids. UserError says what is wrong."""
+    line = row
+    if isinstance(row, dict):
+        line = json.dumps(in_our_keys(row, keys, last_turn_only))
+    elif not isinstance(row, str | bytes):
+        line = json.dumps(row)
+    try:
+        return Rollout.model_validate_json(line)
+    except ValidationError as error:
+        raise UserError(fault_of_row(error, row)) from None
+
+
+def fault_of_row(error, row):
+    """What pydantic finds first in a row, in our words. row: an object, or what else there is."""
+    fault = error.errors()[0]
+    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
+    text = re.sub("List should have at least 1 item .*", "must have an entry", text)
+    text = re.sub("Invalid JSON: (.+) at line 1 column", r"is not JSON: \1 at character", text)
+    if fault["loc"]:
+        return f"{fault['loc'][0]}: {text}, not {json.dumps(fault['input'], default=str):.40}"
+    if isinstance(row, dict):
+        empty = [key for key in row if row[key] is None]
+        if empty:
+            text += f" (null counts as none: {', '.join(empty)})"
+        return f"{text}; its keys are {', '.join(row):.200}"
+    return text
 
 
 def look_up(row, key, default=None):
@@ -1358,228 +1433,145 @@ def look_up(row, key, default=None):
     return row
 
 
-BEYOND_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
-
-
-def in_our_keys(row, keys):
-    """A row as TRL, verl or datasets write it, in the keys of Rollout. keys: {"prompt": "question"}
-    and the like say where to find prompt, response and reward. UserError: there is nothing."""
-    named = {name: look_up(row, key, ...) for name, key in keys.items() if key != name}
+def in_our_keys(row, keys, last_turn_only=False):
+    """A row as other tools write it, in the keys of Rollout. keys: {"prompt": "question"} and the
+    like say where the user wants prompt, response and reward from. UserError: there is nothing."""
+    keys = {name: key for name, key in keys.items() if key}
+    named = {name: look_up(row, key, ...) for name, key in keys.items()}
     for name, found in named.items():
         if found is ...:
             there = f"among its keys {', '.join(row):.200}"
             raise UserError(f"no {keys[name]!r}, which --{name}-key names, {there}")
 
     # what the user names wins over other keys for the same thing
+    row = from_elsewhere(row)
     unused = {other for names in ALTERNATIVES for other in names if named.keys() & names}
-    row = {key: x for key, x in row.items() if key not in unused} | named
+    row = without(row, *unused) | named
 
-    # TRL: a prompt of messages, and a completion, which may be a message, too
-    if isinstance(row.get("prompt"), list) and "messages" not in row:
+    # TRL: a prompt of messages, and a completion, which may be a text, or messages, too
+    if isinstance(row.get("prompt"), list) and row.get("messages") is None:
         row["messages"] = row.pop("prompt")
-    if "completion" in row and "response" not in row and "response_ids" not in row:
-        row["response"] = row.pop("completion")
-    messages = row.get("messages")
-    answer = row.get("response")
-    if isinstance(answer, list) and isinstance(messages, list) and len(answer) == 1:
-        messages = messages + answer
-        row["response"] = None
+    completion = row.pop("completion", None)
+    if row.get("response") is None and row.get("response_ids") is None:
+        row["response"] = completion
+    row["tools"] = tools_of(row)
+    return answers_in_chat(row, last_turn_only)
 
-    # a chat whose last message is the answer
-    has_answer = row.get("response") is not None or row.get("response_ids") is not None
-    if isinstance(messages, list) and len(messages) > 1 and not has_answer:
-        last = messages[-1]
-        if isinstance(last, dict) and last.get("role") == "assistant":
-            (last,) = text_messages([last])
-            lost = [key for key in BEYOND_TEXT if last.get(key)]
-            if lost:
-                words = f"the answer has {lost[0]}, which its text leaves out; give response_ids"
-                raise UserError(f"messages: {words}")
-            row["response"] = last.get("content")
-            row["messages"] = messages[:-1]
+
+def tools_of(row):
+    """The tools of a row, which may stand there as JSON text."""
+    tools = row.get("tools")
+    with suppress(ValueError, TypeError):
+        tools = json.loads(tools)
+    return tools
+
+
+def answers_in_chat(row, last_turn_only=False):
+    """The row with a `completion`, if the answer is messages: its own, or, of a chat without a
+    response, all from the assistant's first one on."""
+    answer = row.get("response")
+    if isinstance(answer, dict):
+        answer = [answer]
+    if isinstance(answer, list) and all(isinstance(message, dict) for message in answer):
+        row = row | {"completion": answer, "response": None}
+    messages = row.get("messages")
+    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+        return row
+
+    # a chat that has its answers in it; a greeting at its start is none
+    roles = [message.get("role") for message in messages]
+    has_answer = any(row.get(name) is not None for name in ALTERNATIVES[1])
+    if not has_answer and "assistant" in roles[1:] and roles[-1] not in ("user", "system"):
+        first = roles.index("assistant", 1)
+        row = row | {"messages": messages[:first], "completion": messages[first:]}
+
+    # with --last-turn-only, earlier turns belong to the prompt
+    rest = row.get("completion")
+    if last_turn_only and rest:
+        turns = [n for n, message in enumerate(rest) if message.get("role") == "assistant"]
+        last = max(turns, default=0)
+        row = row | {"messages": row["messages"] + rest[:last], "completion": rest[last:]}
     return row
 
 
-def parse_rollout(line, tokenizer, images=False, keys=None, chat=None):
-    """One JSON line -> Rollout with token ids. UserError says what is wrong.
+def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images):
+    """Gives a Rollout the ids of its texts -> a list of what the user should know of it.
 
-    images: see text_messages. keys: see in_our_keys. chat: more arguments of the chat template."""
-    row = None
-    with suppress(ValueError, RecursionError):  # which the model below names
-        row = json.loads(line)
-    if isinstance(row, dict):
-        ours = in_our_keys(row, keys or {})
-        if ours != row:
-            line = json.dumps(ours)
-    try:
-        rollout = Rollout.model_validate_json(line)
-    except ValidationError as error:
-        raise UserError(fault_of_line(error, line, row)) from None
-    if tokenizer is None and not (rollout.prompt_ids and rollout.response_ids):
+    row: its JSON object. ends: see turn_ends. hint_key: see hint_of. chat: more arguments of the
+    chat template. UserError: a text cannot be encoded."""
+    hint = hint_of(row, hint_key)
+    if tokenizer is None and (hint or not (rollout.prompt_ids and rollout.response_ids)):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
 
+    # the prompt, and behind it what the policy wrote, and others
+    notes = []
+    spans = []
+    before = rollout.prompt
     if rollout.messages:
-        messages = text_messages(rollout.messages, images)
-        rollout.prompt_ids = chat_ids(tokenizer, messages, tools=rollout.tools, **(chat or {}))
+        chat = chat | {"tools": rollout.tools}
+        before, spans = texts_of_chat(rollout, tokenizer, ends, chat, reads_images)
+        rollout.prompt_ids = encode_prompt(tokenizer, before, hint, is_chat=True)
+        if writes_date(tokenizer):
+            notes.append(DATED)
     elif rollout.prompt:
-        begin, ids = encode_start(tokenizer, rollout.prompt)
-        rollout.prompt_ids = begin + ids
-
-    # stopping is an action, too: a text that was not cut off ends with the end-of-sequence token
+        rollout.prompt_ids = encode_prompt(tokenizer, before, hint)
+    elif tokenizer:
+        before = tokenizer.decode(rollout.prompt_ids[-16:], clean_up_tokenization_spaces=False)
+        rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
+    if rollout.response_ids:
+        return notes
     if rollout.response is not None:
-        rollout.response_ids = tokenizer.encode(rollout.response, add_special_tokens=False)
-        end = tokenizer.eos_token_id
-        if end is not None and not rollout.truncated and rollout.response_ids[-1:] != [end]:
-            rollout.response_ids.append(end)
-    return rollout
+        spans = [("".join(rollout.response), True)]
+
+    # a last turn may repeat how the prompt ends, and have a new line behind its own end
+    *earlier, (text, acts) = spans
+    if acts:
+        if text.rstrip().endswith(tuple(ends.values())):
+            text = text.rstrip()
+        begun = before + "".join(text for text, _ in earlier)
+        text, note = behind_thought(begun, text)
+        notes += [note] if note else []
+    encode_response(rollout, tokenizer, before, [*earlier, (text, acts)], ends)
+    return notes
 
 
-def fault_of_line(error, line, row):
-    """What pydantic finds first in a line, in our words. row: the line's object, if it is one."""
-    fault = error.errors()[0]
-    text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
-    text = re.sub("List should have at least 1 item .*", "must have an entry", text)
-    text = re.sub("Invalid JSON: (.+) at line 1 column", r"is not JSON: \1 at character", text)
-    begin = line[:1] if isinstance(line, str) else line[:1].decode(errors="replace")
-    if begin == "[":
-        must = "each line must be one JSON object; the reference has a converter"
-        return f"it begins an array, but {must}"
-    if fault["loc"]:
-        return f"{fault['loc'][0]}: {text}, not {json.dumps(fault['input'], default=str):.40}"
-    if isinstance(row, dict):
-        empty = [key for key in row if row[key] is None]
-        if empty:
-            text += f" (null counts as none: {', '.join(empty)})"
-        return f"{text}; its keys are {', '.join(row):.200}"
-    return text
+def encode_response(rollout, tokenizer, before, spans, ends):
+    """Gives a Rollout the ids of its response, what acts in it, and its rewards by token.
 
+    before: the prompt's text. spans: [(text, whether the policy wrote it)]. ends: see turn_ends."""
+    ids = []
+    acts = []
+    last = []  # place of each turn's last token, where the credit of a turn stands
+    begun = before
+    for text, acting in spans:
+        span = encode_behind(tokenizer, begun, text)
+        begun += text
+        ids += span
+        acts += [acting] * len(span)
+        if acting:
+            last.append(len(ids) - 1)
 
-def encode_start(tokenizer, text):
-    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the
-    text's). What it would put after the text, such as EOS, is left out: a response follows."""
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.encode(text)
-    bos = tokenizer.bos_token_id
+    # labels of steps: a step is judged at its last token, and nothing else is
+    if isinstance(rollout.response, list) and rollout.rewards is not None:
+        steps = itertools.accumulate(rollout.response)
+        last = [len(encode_behind(tokenizer, before, text)) - 1 for text in steps]
+        acts = [place in last for place in range(len(ids))]
 
-    # a text that brings its own BOS, or all of such a beginning, gets no second one
-    if bos is not None and plain[:1] == [bos]:
-        return [bos], plain[1:]
-    for first in range(len(whole) - len(plain) + 1):
-        if plain and whole[first : first + len(plain)] == plain:
-            begin = whole[:first]
-            if plain[:first] == begin:
-                plain = plain[first:]
-            return begin, plain
+    # stopping is an action, too: a last turn that was not cut off ends with a token that says so
+    elif acting and not rollout.truncated and (not span or span[-1] not in ends):
+        if tokenizer.eos_token_id is not None:
+            ids.append(tokenizer.eos_token_id)
+            acts.append(True)
+            last[-1] = len(ids) - 1
 
-    # next to special tokens this tokenizer splits a text in another way
-    if whole[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
-        whole = whole[:-1]
-    if bos is not None and whole[:1] == [bos]:
-        return [bos], whole[1:]
-    return [], whole
-
-
-def add_hint(tokenizer, line, key, prompt_ids):
-    """The prompt as only the critic reads it: with the text at this key of the JSON line before it.
-    Special tokens that begin a row, such as BOS, stay at its start, once. No key: the prompt
-    itself. UserError: the line has no text there, or there is no tokenizer."""
-    if not key:
-        return prompt_ids
-    flag = "--privileged-key"
-    if tokenizer is None:
-        lacks = "there is no tokenizer to encode it; give --tokenizer"
-        raise UserError(f"{flag} is text, but {lacks}")
-
-    row = json.loads(line)
-    hint = look_up(row, key, default=...)
-    if hint is ...:
-        raise UserError(f"no {key!r}, which {flag} names, among its keys {', '.join(row):.200}")
-    if isinstance(hint, bool) or not isinstance(hint, str | int | float):
-        raise UserError(f"{key} of {flag} must be text or a number, not {json.dumps(hint):.40}")
-
-    # the hint goes between the beginning and the rest
-    begin, ids = encode_start(tokenizer, HINT.format(hint))
-    bos = tokenizer.bos_token_id
-    if begin and prompt_ids[: len(begin)] == begin:
-        prompt_ids = prompt_ids[len(begin) :]
-    elif bos is not None and prompt_ids[:1] == [bos]:  # from a chat template
-        begin = [bos]
-        prompt_ids = prompt_ids[1:]
-    return begin + ids + prompt_ids
-
-
-def text_messages(messages, images=False):
-    """Chat messages with text as their content; parts of text are joined. null is left only next to
-    tool_calls. images: messages with parts of images stay as they are, and others next to them
-    become lists of parts.
-
-    UserError: a message has something else."""
-    ours = []
-    for number, message in enumerate(messages, 1):
-        # chat templates read these two, and print nothing for what is missing
-        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-            raise UserError(f"message {number}: must be an object with a role and content")
-        content = message.get("content")
-
-        # parts, as from OpenAI's interface
-        if isinstance(content, list):
-            texts = [text_of(part) for part in content]
-            others = [part for part, text in zip(content, texts) if text is None]
-            if images and others and all(is_image(part) for part in others):
-                ours.append(message)
-                continue
-            if others or not content:
-                what = f"parts that are not text: {json.dumps(others or content):.60}"
-                raise UserError(f"message {number}: its content has {what}")
-            content = "".join(texts)
-
-        if content is None and not message.get("tool_calls"):
-            words = "needs content; only one with tool_calls may lack it"
-            raise UserError(f"message {number}: {words}")
-        if not isinstance(content, str | None):
-            words = json.dumps(content)
-            raise UserError(f"message {number}: its content must be text, not {words:.40}")
-        if content is not None:
-            message = message | {"content": content}
-        ours.append(message)
-
-    # templates that show images go through parts, and some leave out a text that comes without
-    if any(isinstance(message.get("content"), list) for message in ours):
-        for message in ours:
-            text = message.get("content")
-            if isinstance(text, str):
-                message["content"] = [{"type": "text", "text": text}]
-    return ours
-
-
-def text_of(part):
-    """The text of a part of a message's content, or None if it is something else."""
-    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
-        return part["text"]
-    return None
-
-
-def is_image(part):
-    """Whether a part of a message's content stands for an image, which templates can show. OpenAI's
-    kind names it; the key images, and not the part, says which file it is."""
-    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
-
-
-def chat_ids(tokenizer, messages, complete=False, **options):
-    """Token ids of text_messages in the tokenizer's chat template, which adds special tokens
-    itself. Unless `complete`, the assistant is next: it continues its last message or begins a new
-    one. options: tools, and more arguments of the template. UserError: it fails, or is absent."""
-    goes_on = not complete and messages[-1].get("role") == "assistant"
-    flaw = "messages do not fit the tokenizer's chat template, or it has none"
-    with blame(f"{flaw}; give another tokenizer"):
-        text = tokenizer.apply_chat_template(
-            messages,
-            tokenize=False,
-            add_generation_prompt=not (complete or goes_on),
-            continue_final_message=goes_on,
-            **options,
-        )
-        return tokenizer.encode(text, add_special_tokens=False)
+    if rollout.rewards is not None and len(rollout.rewards) == len(last):
+        rewards = [0.0] * len(ids)
+        for place, reward in zip(last, rollout.rewards):
+            rewards[place] += reward
+        rollout.rewards = rewards
+    if rollout.response_mask is None:
+        rollout.response_mask = acts
+    rollout.response_ids = ids
 
 
 def batch_of_one(rollout, row_id):
@@ -1633,6 +1625,462 @@ def row_as_read(ids, acts, tokenizer):
         spans += [arrow, text]
         start = end
     return " ".join(spans[1:])
+
+
+# ---- Text in its place: token ids of prompts, chats and responses --------------------------------
+
+HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
+BEYOND_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
+THOUGHT = re.compile(r"(<[\w:|]*think[\w:|]*>|\[THINK\])(\s*)$", re.IGNORECASE)  # opens one
+NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+DATED = "the chat template writes today's date, which --chat-template-kwargs may set"
+
+
+def encode_behind(tokenizer, before, text):
+    """Token ids of a text that follows the text `before`.
+
+    Tokenizers of the SentencePiece kind put a blank before a text that stands alone. So it is
+    encoded with the end of `before`, or, where a token would reach over both, with a letter."""
+    for anchor in (before[-100:], "\n", "a", "="):
+        head = tokenizer.encode(anchor, add_special_tokens=False)
+        whole = tokenizer.encode(anchor + text, add_special_tokens=False)
+        if head and whole[: len(head)] == head:
+            return whole[len(head) :]
+    return tokenizer.encode(text, add_special_tokens=False)
+
+
+def encode_start(tokenizer, text):
+    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the
+    text's). What it would put after the text, such as EOS, is left out: a response follows."""
+    plain = tokenizer.encode(text, add_special_tokens=False)
+    whole = tokenizer.encode(text)
+    bos = tokenizer.bos_token_id
+
+    # a text that brings its own BOS, or all of such a beginning, gets no second one
+    if bos is not None and plain[:1] == [bos]:
+        return [bos], plain[1:]
+    for first in range(len(whole) - len(plain) + 1):
+        if plain and whole[first : first + len(plain)] == plain:
+            begin = whole[:first]
+            if plain[:first] == begin:
+                plain = plain[first:]
+            return begin, plain
+
+    # next to special tokens this tokenizer splits a text in another way
+    if whole[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
+        whole = whole[:-1]
+    if bos is not None and whole[:1] == [bos]:
+        return [bos], whole[1:]
+    return [], whole
+
+
+def encode_prompt(tokenizer, text, hint="", is_chat=False):
+    """Token ids of a prompt. A chat template has written its special tokens itself. The hint goes
+    between the special tokens that begin a row, such as BOS, and the rest."""
+    if hint:
+        begin, _ = encode_start(tokenizer, hint)
+        starts = ["".join(tokenizer.convert_ids_to_tokens(begin)), tokenizer.bos_token or "", ""]
+        start = max(filter(text.startswith, starts), key=len)
+        text = start + hint + text.removeprefix(start)
+    if is_chat:
+        return tokenizer.encode(text, add_special_tokens=False)
+    begin, ids = encode_start(tokenizer, text)
+    return begin + ids
+
+
+def hint_of(row, key):
+    """What only the critic reads of a row, before the prompt: the text at this key of its JSON
+    object, or "" without a key. UserError: there is no text."""
+    if not key:
+        return ""
+    flag = "--privileged-key"
+    hint = look_up(row, key, default=...)
+    if hint is ...:
+        raise UserError(f"no {key!r}, which {flag} names, among its keys {', '.join(row):.200}")
+    if isinstance(hint, bool) or not isinstance(hint, str | int | float):
+        raise UserError(f"{key} of {flag} must be text or a number, not {json.dumps(hint):.40}")
+    return HINT.format(hint)
+
+
+def hint_before_ids(tokenizer, prompt_ids, hint):
+    """A prompt of token ids with the hint before it, but behind what begins a row, such as BOS."""
+    if not hint:
+        return prompt_ids
+    begin, ids = encode_start(tokenizer, hint)
+    bos = tokenizer.bos_token_id
+    if begin and prompt_ids[: len(begin)] == begin:
+        prompt_ids = prompt_ids[len(begin) :]
+    elif bos is not None and prompt_ids[:1] == [bos]:
+        begin = [bos]
+        prompt_ids = prompt_ids[1:]
+    return begin + ids + prompt_ids
+
+
+def turn_ends(tokenizer, model_config=None):
+    """{id: text} of the tokens that end a turn: EOS of the tokenizer and of the model's config, and
+    what the chat template puts behind an answer."""
+    if tokenizer is None:
+        return {}
+    known = model_config and model_config.get_text_config().eos_token_id
+    ids = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
+
+    # the special token behind an answer, if the template has one there
+    chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "an answer"}]
+    with suppress(Exception):  # there may be no template, or one of another kind
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+        behind = text.rpartition("an answer")[2].lstrip()
+        first = tokenizer.encode(behind, add_special_tokens=False)[0]
+        if tokenizer.added_tokens_decoder[first].special:
+            ids.add(first)
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(list(ids))))
+
+
+def behind_thought(before, text):
+    """(the text without a <think> that `before`, such as a generation prompt, ends with already;
+    what the user should know, or "")."""
+    opened = THOUGHT.search(before)
+    if not opened:
+        return text, ""
+    word, blanks = opened.groups()
+    if text.lstrip().startswith(word):
+        rest = text.lstrip().removeprefix(word)
+        return rest[len(os.path.commonprefix([blanks, rest])) :], ""
+    if word.replace("<", "</").replace("[", "[/") in text:
+        return text, ""
+    return text, f"they neither begin nor end the {word} that their prompt ends with"
+
+
+def writes_date(tokenizer):
+    """Whether the chat template writes today's date, as those of Llama 3.2 and gpt-oss do."""
+    return "strftime_now" in str(tokenizer.chat_template)
+
+
+def texts_of_chat(rollout, tokenizer, ends, options, images=False):
+    """(the text of a chat's prompt, [(text behind it, whether the policy wrote it), ...]).
+
+    Each turn of the assistant in the completion is an action, as the whole chat shows it.
+    ends: see turn_ends. options: of the template. UserError: a turn's own text is not known."""
+    messages = text_messages(rollout.messages + (rollout.completion or []), images)
+    first = len(rollout.messages)
+    turns = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
+    if not turns:
+        if rollout.completion:
+            raise UserError("completion: it has no message of the assistant")
+        return chat_text(tokenizer, messages, **options), []
+
+    # the whole chat, once; what the policy wrote last is the message itself if that is only text
+    last = messages[-1]
+    is_text = turns[-1] == len(messages) - 1 and not any(map(last.get, BEYOND_TEXT))
+    start_of = lambda n: chat_text(tokenizer, messages[:n], begin=n > first, **options)
+    if is_text:
+        whole = start_of(turns[-1])
+    else:
+        whole = chat_text(tokenizer, messages, complete=True, **options)
+
+    # each turn, and what stands before it
+    done = 0
+    spans = []
+    for n in turns:
+        start = start_of(n)
+        if is_text and n == turns[-1]:
+            turn = content_of(last)
+        else:
+            through = chat_text(tokenizer, messages[: n + 1], complete=True, **options)
+            turn = turn_as_shown(messages[n], n + 1, start, through, whole, ends)
+        spans += [(start[done:], False), (turn, True)]
+        done = len(start) + len(turn)
+    (before, _), *spans = spans
+    return before, spans
+
+
+def turn_as_shown(message, number, start, through, whole, ends):
+    """The text of an assistant's turn, with the token that ends it, as the whole chat shows it.
+
+    start, through: the chat up to this message, and with it. UserError: the template shows it in
+    another way when more follows, or not all of it."""
+    turn = through.removeprefix(start)
+    shown = (turn, NO_THOUGHT.sub("", turn, count=1))  # Qwen3's last turn gets an empty thought
+    shown = [text for text in shown if whole.startswith(start + text)]
+    if not shown:
+        words = "the chat template shows this turn in another way when it is not the last one"
+        way_out = "give response_ids and response_mask, or --last-turn-only"
+        raise UserError(f"message {number}: {words}; {way_out}")
+
+    # all that the policy wrote must be there
+    turn = shown[0]
+    rest = turn
+    parts = [("content", content_of(message))]
+    parts += [(key, message.get(key) or "") for key in BEYOND_TEXT[2:]]
+    parts += [("tool_calls", call.get("name", "")) for call in calls_of([message])]
+    for key, text in parts:
+        text = str(text).strip()
+        if text not in rest:
+            words = f"the chat template leaves out its {key}; give response_ids"
+            raise UserError(f"message {number}: {words}")
+        rest = rest.replace(text, "", 1)
+
+    # the policy stops behind the first token that ends a turn
+    ends_at = [turn.index(word) + len(word) for word in ends.values() if word in turn]
+    return turn[: min(ends_at, default=len(turn))]
+
+
+def chat_text(tokenizer, messages, complete=False, begin=False, **options):
+    """The text of text_messages in the tokenizer's chat template, with its special tokens.
+
+    Unless `complete`, the assistant is next: it begins a new message, or, unless `begin`, continues
+    its last one. options: tools, and more arguments of the template. UserError: it fails, or is
+    absent."""
+    flaw = "messages do not fit the tokenizer's chat template, or it has none"
+    with blame(f"{flaw}; give another tokenizer"):
+        if complete or begin or messages[-1]["role"] != "assistant":
+            return from_template(tokenizer, messages, not complete, **options)
+
+        # a template may trim the message that goes on
+        content = content_of(messages[-1])
+        text = from_template(tokenizer, messages, continue_final_message=True, **options)
+        for kept in (content, content.rstrip(), content.strip()):
+            if text.endswith(kept):
+                text = text.removesuffix(kept) + content
+                break
+        else:
+            raise ValueError("it changes the last message, which the response continues")
+
+        # Qwen3 puts an empty thought before one that has begun
+        if content.lstrip().startswith("<think>") and NO_THOUGHT.search(text):
+            start = from_template(tokenizer, messages[:-1], True, **options)
+            text = start + behind_thought(start, content)[0]
+        return text
+
+
+def from_template(tokenizer, messages, add_generation_prompt=False, **options):
+    """The chat template's text of messages. Arguments of tool calls come as objects or as their
+    JSON text, as in OpenAI's interface. Most templates want objects, some, as DeepSeek's, texts."""
+    apply = partial(
+        tokenizer.apply_chat_template,
+        tokenize=False,
+        add_generation_prompt=add_generation_prompt,
+        **options,
+    )
+    if not calls_of(messages):
+        return apply(messages)
+
+    # what is shown in Python's words was not expected
+    with suppress(Exception):
+        objects = with_arguments(messages, as_object)
+        text = apply(objects)
+        arguments = [call.get("arguments") for call in calls_of(objects)]
+        if not any(isinstance(x, dict) and x and repr(x) in text for x in arguments):
+            return text
+    return apply(with_arguments(messages, as_text))
+
+
+def calls_of(messages):
+    """The functions that messages call, as their dicts of name and arguments."""
+    calls = []
+    for message in messages:
+        calls += message.get("tool_calls") or []
+        calls += [message.get("function_call")]
+    calls = [call.get("function", call) for call in calls if isinstance(call, dict)]
+    return [call for call in calls if isinstance(call, dict)]
+
+
+def with_arguments(messages, form):
+    """Copies of messages whose calls have form(arguments)."""
+    messages = copy.deepcopy(messages)
+    for call in calls_of(messages):
+        if "arguments" in call:
+            call["arguments"] = form(call["arguments"])
+    return messages
+
+
+def as_object(arguments):
+    """The JSON object of a text; all else as it is."""
+    made = None
+    with suppress(ValueError, TypeError):
+        made = json.loads(arguments)
+    return made if isinstance(made, dict) else arguments
+
+
+def as_text(arguments):
+    """A text as it is; the JSON text of all else."""
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+
+
+def text_messages(messages, images=False):
+    """Chat messages with text as their content; parts of text are joined. Other keys that are null
+    are dropped, as data sets fill them in. images: messages with parts of images stay as they are,
+    and others next to them become lists of parts.
+
+    UserError: a message has something else."""
+    ours = []
+    for number, message in enumerate(messages, 1):
+        # chat templates read these two, and print nothing for what is missing
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise UserError(f"message {number}: must be an object with a role and content")
+        message = without_nulls(message)
+        content = message.get("content")
+
+        # parts, as from OpenAI's interface
+        if isinstance(content, list):
+            texts = [text_of(part) for part in content]
+            others = [part for part, text in zip(content, texts) if text is None]
+            if images and others and all(is_image(part) for part in others):
+                ours.append(message)
+                continue
+            if others or not content:
+                what = f"parts that are not text: {json.dumps(others or content):.60}"
+                raise UserError(f"message {number}: its content has {what}")
+            content = "".join(texts)
+
+        if content is None and not message.get("tool_calls"):
+            words = "needs content; only one with tool_calls may lack it"
+            raise UserError(f"message {number}: {words}")
+        if not isinstance(content, str | None):
+            words = json.dumps(content)
+            raise UserError(f"message {number}: its content must be text, not {words:.40}")
+        if content is not None:
+            message = message | {"content": content}
+        ours.append(message)
+
+    # templates that show images go through parts, and some leave out a text that comes without
+    if any(isinstance(message.get("content"), list) for message in ours):
+        for message in ours:
+            text = message.get("content")
+            if isinstance(text, str):
+                message["content"] = [{"type": "text", "text": text}]
+    return ours
+
+
+def without_nulls(message):
+    """A message without keys that are null, and its calls and their functions, too. Content may be
+    null, which some templates ask for next to calls; an argument that is null is an argument."""
+    message = {key: x for key, x in message.items() if x is not None or key == "content"}
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
+        return message
+    calls = [{key: x for key, x in call.items() if x is not None} for call in calls]
+    for call in calls:
+        function = call.get("function")
+        if isinstance(function, dict):
+            call["function"] = {key: x for key, x in function.items() if x is not None}
+    return message | {"tool_calls": calls}
+
+
+def content_of(message):
+    """The text of a message's content, which may have parts."""
+    content = message.get("content") or ""
+    if isinstance(content, list):
+        return "".join(filter(None, map(text_of, content)))
+    return content
+
+
+def text_of(part):
+    """The text of a part of a message's content, or None if it is something else."""
+    if isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str):
+        return part["text"]
+    return None
+
+
+def is_image(part):
+    """Whether a part of a message's content stands for an image, which templates can show. OpenAI's
+    kind names it; the key images, and not the part, says which file it is."""
+    return isinstance(part, dict) and part.get("type") in ("image", "image_url")
+
+
+# ---- Rows from elsewhere: files and keys of other tools ------------------------------------------
+
+
+def read_file(path, flag):
+    """The lines of a file, as UTF-8 bytes. It may be packed (gzip, zstd), one JSON array, parquet,
+    or a data set's folder, as its save_to_disk writes it; the last two need pyarrow. UserError: it
+    cannot be read."""
+    with blame(f"{flag} {path}"):
+        if isdir(path):
+            return saved_dataset(path)
+        is_pipe = exists(path) and not isfile(path)
+        if is_pipe and (WORLD_SIZE > 1 or flag == "--score"):
+            raise ValueError("several ranks, and --score, can read only a file, not a pipe")
+        text = Path(path).read_bytes()
+        if text.startswith(b"\x1f\x8b"):
+            text = gzip.decompress(text)
+        if text.startswith(b"\x28\xb5\x2f\xfd"):
+            import zstandard
+
+            text = zstandard.ZstdDecompressor().decompressobj().decompress(text)
+        if text.startswith(b"PAR1"):
+            import pyarrow.parquet
+
+            return lines_of_tables(pyarrow.parquet.ParquetFile(io.BytesIO(text)).iter_batches())
+        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
+            text = text.decode("utf-16").encode()
+
+    # a byte order mark begins a file, or a line where files were joined
+    lines = [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
+    if text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+        with suppress(ValueError):  # a line that begins so is named later
+            return [json.dumps(row).encode() for row in json.loads(b"\n".join(lines))]
+    return lines
+
+
+def saved_dataset(path):
+    """The rows of a data set's folder as JSON lines. ValueError: it is another folder."""
+    if exists(f"{path}/dataset_dict.json"):
+        parts = json.loads(Path(path, "dataset_dict.json").read_text())["splits"]
+        raise ValueError(f"it has several data sets; give the folder of one: {', '.join(parts)}")
+    if not exists(f"{path}/state.json"):
+        raise ValueError("it is a folder, and not one that a data set's save_to_disk has written")
+    import pyarrow
+
+    # its files are streams of tables
+    state = json.loads(Path(path, "state.json").read_text())
+    lines = []
+    for file in state["_data_files"]:
+        with pyarrow.ipc.open_stream(f"{path}/{file['filename']}") as tables:
+            lines += lines_of_tables(tables)
+    return lines
+
+
+def lines_of_tables(tables):
+    """The rows of pyarrow's tables as JSON lines."""
+    rows = itertools.chain.from_iterable(table.to_pylist() for table in tables)
+    return [json.dumps(row, default=str).encode() for row in rows]
+
+
+OTHER_NAMES = {"completion_ids": "response_ids", "completion_mask": "response_mask"}  # prime-rl
+OTHER_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT
+
+
+def from_elsewhere(row):
+    """A row in the keys of other tools -> in ours, as a new object."""
+    row = dict(row)
+    for theirs, ours in OTHER_NAMES.items():
+        if theirs in row and row.get(ours) is None:
+            row[ours] = row.pop(theirs)
+
+    # NeMo-RL: the ids of the whole row, of which the mask tells those of the policy
+    ids = row.get("token_ids")
+    mask = row.get("token_loss_mask")
+    if isinstance(ids, list) and isinstance(mask, list) and 1 in mask:
+        first = mask.index(1)
+        row |= {"prompt_ids": ids[:first], "response_ids": ids[first:]}
+        row["response_mask"] = mask[first:]
+
+    # ShareGPT: a chat under other names
+    chat = row.get("conversations")
+    if isinstance(chat, list) and row.get("messages") is None:
+        row["messages"] = []
+        for message in chat:
+            if isinstance(message, dict) and "from" in message:
+                role = OTHER_ROLES.get(message["from"], message["from"])
+                message = {"role": role, "content": message.get("value")}
+            row["messages"].append(message)
+
+    # TRL: steps with a label each
+    steps = row.get("completions")
+    labels = row.get("labels")
+    if isinstance(steps, list) and isinstance(labels, list):
+        row |= {"response": [f"{step}\n" for step in steps], "rewards": labels}
+    return row
 
 
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
@@ -2543,7 +2991,10 @@ def load_tokenizer(config):
     guard = suppress(Exception)
     if config.tokenizer:
         guard = blame(f"{flag} {name}: no tokenizer there")
-    if exists(f"{name}/tokenizer.json"):  # as stored; AutoTokenizer would use Qwen2's own rules
+    stored = None
+    with suppress(Exception):  # a hub that is out of reach
+        stored = cached_file(name, "tokenizer.json")
+    if stored:  # in a folder or on the hub, as stored: AutoTokenizer would use some models' own rules
         reader = PreTrainedTokenizerFast
         guard = blame(f"{flag}: that of {name} does not load; mend it or give another")
     tokenizer = None
@@ -2554,6 +3005,12 @@ def load_tokenizer(config):
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
         print0(f"tokenizer  none in {name}, so rows must be token ids")
         return None
+
+    # of BOS its config may say something else than tokenizer.json; then the config counts
+    adds_bos = get_tokenizer_config(name).get("add_bos_token")
+    bos = tokenizer.bos_token_id
+    if bos is not None and adds_bos not in (None, tokenizer.encode("a")[:1] == [bos]):
+        tokenizer.add_bos_token = adds_bos
     return tokenizer
 
 
@@ -3285,13 +3742,13 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     return ends
 
 
-def write_scores(path, out_dir, rows, tokenizer, gamma):
-    """Copies a JSONL file's lines, with the values of their rows, to out_dir/scored.jsonl; adds a
-    report. rows: what read_rows has made of the file, with values."""
+def write_scores(path, out_dir, rows, tokenizer, gamma, response_key=None):
+    """Writes a file's rows, with their values, to out_dir/scored.jsonl; adds a report. rows: what
+    read_rows has made of the file with this --response-key, with values."""
     if RANK:
         return
     # what each row is worth at its end
-    lines = read_file(path, "--score")
+    lines = [row for line in read_file(path, "--score") for row in rows_of_line(line, response_key)]
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
     ranks = ranks_in_prompts(rows, last_B)
 
@@ -3301,9 +3758,15 @@ def write_scores(path, out_dir, rows, tokenizer, gamma):
         mask_B = rows.response_mask.split(rows.lengths)
         columns = zip(rows.row_id, last_B.tolist(), ranks, values_B, mask_B)
         for row_id, last, rank, values, mask in columns:
-            line = json.loads(lines[row_id])
-            n = len(line.get("response_mask") or mask.nonzero())  # response tokens
-            yield line | {"values": values[-n:].tolist(), "last_value": last, "rank": rank}
+            line = lines[row_id]
+            first = int(mask.int().argmax())
+            n = len(line.get("response_mask") or mask[first:])  # response tokens
+            yield line | {
+                "values": values[-n:].tolist(),
+                "response_mask": mask[-n:].int().tolist(),
+                "last_value": last,
+                "rank": rank,
+            }
 
     replace_lines(f"{out_dir}/scored.jsonl", scored())
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)

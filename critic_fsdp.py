@@ -187,14 +187,16 @@ class Run:
     eval_rollouts: Text | None = None
     # no training: write this JSONL file with values to out_dir/scored.jsonl
     score: Text | None = None
-    prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
-    # JSONL key of the response; a.b is key b within key a, here and below
-    response_key: Text = "response"
-    reward_key: Text = "reward"  # JSONL key of the reward
+    # key of the prompt, text or chat messages (None: prompt, messages, ..., see the reference)
+    prompt_key: Text | None = None
+    # key of the response; a.b is key b within key a, here and below
+    response_key: Text | None = None
+    reward_key: Text | None = None  # key of the reward
     # JSONL key of text that only the critic reads, before the prompt
     privileged_key: Text | None = None
     # JSON for the chat template, e.g. '{"enable_thinking": false}'
     chat_template_kwargs: Text = "{}"
+    last_turn_only: bool = False  # of a chat, only the assistant's last turn is an action
 
     # ---- run
 
@@ -1295,7 +1297,8 @@ def main(run):
 
         if run.score:
             train.values = common.compute_together(worker, train)
-            common.write_scores(run.score, run.out_dir, train, worker.tokenizer, run.gamma)
+            reader = (worker.tokenizer, run.gamma, run.response_key)
+            common.write_scores(run.score, run.out_dir, train, *reader)
             return
 
         print0(
@@ -1320,6 +1323,7 @@ def load_rows(run, worker):
         "hint_key": run.privileged_key,
         "keys": {"prompt": run.prompt_key, "response": run.response_key, "reward": run.reward_key},
         "chat": common.json_object("--chat-template-kwargs", run.chat_template_kwargs),
+        "last_turn_only": run.last_turn_only,
     }
     if processor := load_image_processor(run.critic, worker.model_config):
         token = worker.model_config.image_token_id

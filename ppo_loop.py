@@ -1291,6 +1291,7 @@ class Reply:
     score: float = 0.0
     parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict
     fault: str = ""  # what went wrong in the environment or the reward
+    shown: list = field(default_factory=list)  # ids of its text: without the ends of turns
 
 
 class Task(NamedTuple):
@@ -1348,6 +1349,8 @@ def read_prompts(run, tokenizer, images):
         train = addition_rows(8192, run.seed)
         held_out = addition_rows(512, run.seed, held_out=True)
     prompts = load_prompts(train, "--prompts", run, tokenizer, images)
+    if common.writes_date(tokenizer) and any(prompt.messages for prompt in prompts):
+        print0(f"note       {common.DATED}")
     first = prompts[0].ids
     print0(f"first row  {common.row_as_read(first, [False] * len(first), tokenizer)}")
     if not held_out:
@@ -1415,32 +1418,32 @@ def read_prompt(line, run, tokenizer, images=None, folder=""):
         if not messages:
             raise ValueError("the chat has no messages")
         messages = common.text_messages(messages, images is not None)
-        text = messages[-1].get("content")
-        if isinstance(text, list):  # with parts that are images
-            text = "".join(filter(None, map(common.text_of, text)))
+        text = common.content_of(messages[-1])
     if not isinstance(text, str) or not text:
         raise ValueError("the prompt, or its last message, must be text and not empty")
 
-    # token ids
+    # token ids, and those that the critic reads
+    shown = text
     if messages:
         options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
-        ids = common.chat_ids(tokenizer, messages, tools=row.get("tools"), **options)
-    else:
-        begin, ids = common.encode_start(tokenizer, text)
-        ids = begin + ids
+        tools = common.tools_of(row)
+        shown = common.chat_text(tokenizer, messages, tools=tools, **options)
+    ids = common.encode_prompt(tokenizer, shown, is_chat=bool(messages))
     if not ids:
         raise ValueError("the prompt has no tokens")
+    critic_ids = None
+    if run.privileged_key:
+        hint = common.hint_of(row, run.privileged_key)
+        critic_ids = common.encode_prompt(tokenizer, shown, hint, is_chat=bool(messages))
+        if images and critic_ids.count(images.token) > ids.count(images.token):
+            raise ValueError("the text of --privileged-key has an image's placeholder")
+        critic_ids, _ = with_placeholders(critic_ids, row, run, images, folder)
     ids, pictures = with_placeholders(ids, row, run, images, folder)
 
     # a built-in reward must accept the answer as a response
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
         wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
         raise ValueError(f"--reward {run.reward} {wrong}")
-    critic_ids = None
-    if run.privileged_key:
-        critic_ids = common.add_hint(tokenizer, line, run.privileged_key, ids)
-        if images and critic_ids.count(images.token) > ids.count(images.token):
-            raise ValueError("the text of --privileged-key has an image's placeholder")
     return Prompt(ids, text, answer, messages, critic_ids, pictures)
 
 
@@ -1550,7 +1553,8 @@ class RewardModel:
             return prompt.ids + reply.ids
         if prompt.messages and self.tokenizer.chat_template:
             messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
-            return common.chat_ids(self.tokenizer, messages, complete=True)
+            text = common.chat_text(self.tokenizer, messages, complete=True)
+            return common.encode_prompt(self.tokenizer, text, is_chat=True)
         return self.tokenizer(prompt.text + reply.text)["input_ids"]
 
     def ask_all(self, replies):
@@ -1606,7 +1610,7 @@ def with_placeholders(ids, row, run, images, folder):
     try:
         rollout = common.Rollout.model_validate(line)
     except ValidationError as error:
-        raise UserError(common.fault_of_line(error, "", row)) from None
+        raise UserError(common.fault_of_row(error, row)) from None
     rollout.prompt_ids = ids
     rollout.response_ids = []
     critic_module(run.backend).place_images(*images, rollout, folder)
@@ -2178,6 +2182,7 @@ def checksum_of(model):
 def roll_out(engine, task, replies, run, temperature, key=""):
     """Adds turns to the replies. Random numbers depend only on the key, the row_id and the turn."""
     going = replies
+    decode = partial(task.tokenizer.decode, clean_up_tokenization_spaces=False)
     for turn in range(run.max_turns if task.observe else 1):
         # from the second turn on, the environment answers first
         if turn:
@@ -2199,8 +2204,14 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             reply.ids += ids
             reply.log_probs += log_probs
             reply.finished = ended
-            reply.text = task.tokenizer.decode(reply.ids, skip_special_tokens=True)
-            reply.turns.append(task.tokenizer.decode(ids, skip_special_tokens=True))
+
+            # texts have special tokens, such as <think>, but no padding and no end of a turn
+            if ids and ids[-1] in task.stop_ids:
+                ids = ids[:-1]
+            ids = [i for i in ids if i != task.tokenizer.pad_token_id]
+            reply.shown += ids
+            reply.text = decode(reply.shown)
+            reply.turns.append(decode(ids))
 
 
 def listen(replies, task, run):
@@ -2216,7 +2227,9 @@ def listen(replies, task, run):
         observation = made.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
         text = as_user_message(observation, task, run) if chat else observation
-        ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
+        before = (reply.prompt.ids + reply.ids)[-16:]
+        before = task.tokenizer.decode(before, clean_up_tokenization_spaces=False)
+        ids = common.encode_behind(task.tokenizer, before, text)
         if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
             ids = ids[1:]
 
@@ -2229,6 +2242,7 @@ def listen(replies, task, run):
         reply.finished = len(reply.ids) + len(ids) < run.max_response_length
         if reply.finished:
             reply.ids += ids
+            reply.shown += ids
             reply.log_probs += [None] * len(ids)
             reply.turns.append(observation)
             going.append(reply)

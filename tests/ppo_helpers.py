@@ -38,7 +38,13 @@ def a_run(backend="fsdp", **fields):
 
 def a_task(**fields):
     """A Task in which only these fields are set."""
-    return ppo_loop.Task(**dict.fromkeys(ppo_loop.Task._fields) | {"media_ids": ()} | fields)
+    empty = dict.fromkeys(ppo_loop.Task._fields)
+    return ppo_loop.Task(**empty | {"media_ids": (), "stop_ids": [EOS]} | fields)
+
+
+def text_of_reply(ids):
+    """What a reward reads of a reply to the toy: no end of a turn, and no padding."""
+    return TOKENIZER.decode([i for i in ids if i not in (EOS, TOKENIZER.pad_token_id)])
 
 
 def policy(

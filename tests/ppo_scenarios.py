@@ -172,6 +172,8 @@ def golden_runs_agree(folder):
 def replies_belong_to_their_prompts(folder, run):
     """Samples of the last evaluation equal greedy ones of transformers, prompt by prompt, and have
     the reward of their own prompt. So have the rows of the first step, where no KL is paid yet."""
+    from ppo_helpers import text_of_reply
+
     lm = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
     tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(folder / "actor")))
     answer_of = lambda text: str(sum(map(int, text[:-1].split("+"))))
@@ -182,13 +184,13 @@ def replies_belong_to_their_prompts(folder, run):
         ids = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
         special = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
         out = lm.generate(ids, max_new_tokens=8, **special)[0, ids.shape[1] :]
-        assert row["response"] == tokenizer.decode(out, skip_special_tokens=True), row
+        assert row["response"] == text_of_reply(out.tolist()), row
         answer = answer_of(row["prompt"])
         assert row["reward"] == rewards.right_digits(None, row["response"], answer)
 
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
         prompt = tokenizer.decode(row["prompt_ids"])
-        reply = tokenizer.decode(row["response_ids"], skip_special_tokens=True)
+        reply = text_of_reply(row["response_ids"])
         assert (row["prompt_text"], row["response_text"]) == (prompt, reply)
         assert row["score"] == rewards.right_digits(prompt, reply, answer_of(prompt))
         assert sum(row["rewards"]) == pytest.approx(row["score"])

@@ -237,7 +237,7 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     tokenizer = chat_tokenizer("<eos>" if closes else "")
     says = iter(("no 1", "no 2", None))
     user = [{"role": "user", "content": "hi"}]
-    prompt = Prompt(common.chat_ids(tokenizer, user), "hi", "yes", user)
+    prompt = Prompt(tokenizer.encode(common.chat_text(tokenizer, user)), "hi", "yes", user)
     turns = [["a?"], ["b?"], ["c?"]]
     [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, max_response_length=99)
 

@@ -1,0 +1,413 @@
+"""Text in its place: the ids that a critic reads are those that the policy read and wrote."""
+
+import json
+from datetime import datetime
+
+import pytest
+import tokenizers
+from helpers import refused
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import common
+import critic_fsdp
+import ppo_loop
+from ppo_helpers import a_run, a_task
+
+GOOD = {"response": "4", "reward": 1.0}
+USER = {"role": "user", "content": "2+2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+
+# ---- Tokenizers of many kinds --------------------------------------------------------------------
+
+WORDS = "▁2 ▁4 44 == ▁is no \n\n ▁F or".split(" ")
+LETTERS = [chr(i) for i in range(33, 127)] + ["▁", "\n", " "]
+
+
+def sentence_piece(kind):
+    """A tokenizer that puts a blank before a text: pieces of `kind` ("first", "always") as Metaspace
+    makes them, or "legacy" as Llama 2's normalizer does."""
+    pieces = ["<unk>", "<s>", "</s>", *LETTERS, *WORDS]
+    merges = [(word[0], word[1]) for word in WORDS if len(word) == 2] + [("▁i", "s")]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([*pieces, "▁i"]))}
+    merges.insert(0, ("▁", "i"))
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges, unk_token="<unk>"))
+    if kind == "legacy":
+        blanks = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
+        core.normalizer = normalizers.Sequence(blanks)
+    else:
+        core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=kind, split=False)
+    strip = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    core.decoder = decoders.Sequence(strip)
+    return finished(core)
+
+
+def bytes_level(add_prefix_space):
+    """A byte-level tokenizer, such as GPT-2's or RoBERTa's."""
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    merges = [("Ġ", "4"), ("4", "4"), ("=", "="), ("Ċ", "Ċ"), ("Ġ", "2")]
+    pieces = ["<s>", "</s>", *sorted(alphabet), *map("".join, merges)]
+    vocabulary = {piece: i for i, piece in enumerate(pieces)}
+    core = tokenizers.Tokenizer(models.BPE(vocabulary, merges))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=add_prefix_space)
+    core.decoder = decoders.ByteLevel()
+    return finished(core)
+
+
+def finished(core):
+    """A tokenizer of transformers with a BOS before each text."""
+    core.add_special_tokens(["<s>", "</s>"])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", core.token_to_id("<s>"))]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=core, bos_token="<s>", eos_token="</s>")
+
+
+KINDS = {kind: sentence_piece(kind) for kind in ("first", "always", "legacy")}
+KINDS |= {"bytes": bytes_level(False), "bytes, a blank first": bytes_level(True)}
+EACH_KIND = pytest.mark.parametrize("kind", KINDS)
+
+
+def ids_of_row(tokenizer, **row):
+    """A row's ids as the critic reads them."""
+    options = row.pop("options", {})
+    return common.read_rows([json.dumps({"reward": 1.0} | row)], tokenizer, **options)
+
+
+@EACH_KIND
+@pytest.mark.parametrize("prompt, response", [
+    ("2+2=", "4"), ("2+2=", " 4"), ("2 + 2 =", " 4 is"), ("x\n", "4"), ("is", "44"), ("a", "\n4"),
+])  # fmt: skip
+def test_a_response_has_the_ids_of_the_joined_text(kind, prompt, response):
+    tokenizer = KINDS[kind]
+    joined = [*tokenizer.encode(prompt + response), tokenizer.eos_token_id]
+    assert joined[: len(tokenizer.encode(prompt))] == tokenizer.encode(prompt)
+
+    rows = ids_of_row(tokenizer, prompt=prompt, response=response)
+    assert rows.input_ids.tolist() == joined
+    rows = ids_of_row(tokenizer, prompt_ids=tokenizer.encode(prompt), response=response)
+    assert rows.input_ids.tolist() == joined
+
+
+@EACH_KIND
+@pytest.mark.parametrize("prompt, response", [("4", "4"), ("2+2=", "=4"), ("a\n", "\n4")])
+def test_a_token_never_reaches_over_both(kind, prompt, response):
+    """44, == and an empty line are tokens, but the policy has read the prompt's own ones."""
+    tokenizer = KINDS[kind]
+    letters = list(response.replace("\n", "Ċ") if kind.startswith("bytes") else response)
+    expected = tokenizer.encode(prompt) + tokenizer.convert_tokens_to_ids(letters)
+    rows = ids_of_row(tokenizer, prompt=prompt, response=response)
+    assert rows.input_ids.tolist() == [*expected, tokenizer.eos_token_id]
+
+
+@EACH_KIND
+def test_a_hint_and_its_prompt_have_the_ids_of_the_joined_text(kind):
+    tokenizer = KINDS[kind]
+    joined = tokenizer.encode("For the critic only: 4\n2+2=")
+    row = {"prompt": "2+2=", "response": "4", "answer": 4}
+    rows = ids_of_row(tokenizer, **row, options={"hint_key": "answer"})
+    assert rows.input_ids.tolist()[: len(joined)] == joined
+
+    run = a_run(privileged_key="answer", prompts="x", reward="mine.py:f")
+    (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, tokenizer)
+    assert prompt.critic_ids == joined and prompt.ids == tokenizer.encode("2+2=")
+
+
+@EACH_KIND
+def test_an_observation_has_the_ids_of_the_joined_text(kind):
+    """The policy reads what an environment says right behind its own turn."""
+    tokenizer = KINDS[kind]
+    task = a_task(tokenizer=tokenizer, observe=lambda *_: "no: 4")
+    prompt = ppo_loop.Prompt(tokenizer.encode("2+2="), "2+2=")
+    turn = tokenizer.encode("2+2=44")[len(prompt.ids) :]
+    reply = ppo_loop.Reply(prompt, 0, list(turn), [0.0] * len(turn), finished=True, text="44")
+    ppo_loop.listen([reply], task, a_run(max_response_length=99))
+    assert prompt.ids + reply.ids == tokenizer.encode("2+2=44no: 4")
+
+
+# ---- Chats ---------------------------------------------------------------------------------------
+
+BEGIN = "{% if add_generation_prompt %}<|a|>{% endif %}"
+# each message is <|u|>...<|end|>, where the assistant's begins with <|a|>
+PLAIN = "{% for m in messages %}<|{{ m.role[0] }}|>{{ m.content or '' }}CALLS<|end|>\n{% endfor %}"
+SHOWN = "{% for c in m.tool_calls or [] %}[{{ c.function.name }} ARGUMENTS]{% endfor %}"
+OBJECTS = PLAIN.replace("CALLS", SHOWN.replace("ARGUMENTS", "{{ c.function.arguments|tojson }}"))
+TEXTS = PLAIN.replace("CALLS", SHOWN.replace("ARGUMENTS", "{{ '' + c.function.arguments }}"))
+PRINTS = PLAIN.replace("CALLS", SHOWN.replace("ARGUMENTS", "{{ c.function.arguments }}"))
+FUNCTIONS = OBJECTS.replace("c.function.arguments|tojson", "c.function.arguments.items()|list")
+STRICT = PLAIN.replace(  # as Llama 3's, which looks whether there is such a key
+    "CALLS", "{% if 'tool_calls' in m %}[{{ m.tool_calls[0].function.name }}]{% endif %}"
+)
+PLAIN = PLAIN.replace("CALLS", "")
+TRIMS = PLAIN.replace("m.content or ''", "m.content|trim")
+FORGETS = PLAIN.replace(  # as Qwen3's, which leaves out thoughts of all turns but the last
+    "m.content or ''",
+    "m.content if loop.last or '</think>' not in m.content else m.content.split('</think>')[1]",
+)
+EMPTY = PLAIN.replace(  # and begins a last turn with an empty thought
+    "{{ m.content",
+    "{% if loop.last and m.role == 'assistant' %}<think>\n\n</think>\n\n{% endif %}{{ m.content",
+)
+OPENS = "<|a|><think>\n"  # as Qwen3.5's and DeepSeek R1's, which begin a thought for the policy
+
+
+def chat_tokenizer(template, begin="<|a|>"):
+    """Characters as tokens, in this chat template, whose turns end with <|end|>."""
+    core = common.char_tokenizer().backend_tokenizer
+    core.add_special_tokens(["<|u|>", "<|a|>", "<|t|>", "<|s|>", "<|end|>", "<think>", "</think>"])
+    template += BEGIN.replace("<|a|>", begin)
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<|end|>", chat_template=template
+    )
+    return tokenizer
+
+
+def read(tokenizer, capsys=None, **row):
+    """A row as the start shows it: what the policy wrote stands behind ->."""
+    rows = ids_of_row(tokenizer, **row)
+    return common.row_as_read(rows.input_ids.tolist(), rows.response_mask.tolist(), tokenizer)
+
+
+def call(arguments, **more):
+    """A message that calls a tool."""
+    function = {"name": "add", "arguments": arguments}
+    return {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]} | more
+
+
+RESULT = {"role": "tool", "content": "4"}
+FORMS = {"object": {"x": 1, "y": "é"}, "text": '{"x": 1, "y": "é"}'}
+
+
+@pytest.mark.parametrize("arguments", FORMS.values(), ids=FORMS)
+@pytest.mark.parametrize("template", [OBJECTS, TEXTS, PRINTS], ids=["objects", "texts", "prints"])
+def test_arguments_of_a_call_are_shown_once_as_json(template, arguments):
+    """Objects, or as OpenAI writes them, to templates of each kind: encoded as JSON (Qwen, Llama),
+    joined to text (DeepSeek), or printed."""
+    chat = [USER, call(arguments), RESULT]
+    shown = json.dumps({"x": 1, "y": "é"}, ensure_ascii=False)
+    expected = f"<|u|>2+2?<|end|>\n<|a|>[add {shown}]<|end|>\n<|t|>4<|end|>\n<|a|>"
+
+    assert common.chat_text(chat_tokenizer(template), common.text_messages(chat)) == expected
+
+
+def test_arguments_that_are_no_object_stay_as_they_are():
+    said = read(chat_tokenizer(PRINTS), messages=[USER, call("x=1"), RESULT, ANSWER])
+    assert "'[add x=1]<|end|>'" in said
+
+
+@pytest.mark.parametrize("tools", [[{"name": "add"}], json.dumps([{"name": "add"}])])
+def test_tools_may_be_json_text(tools):
+    tokenizer = chat_tokenizer("{% for t in tools %}[{{ t.name }}]{% endfor %}" + PLAIN)
+    said = read(tokenizer, messages=[USER], tools=tools, **GOOD)
+    assert said == r"'[add]<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
+
+    run = a_run(prompts="x", reward="mine.py:f")
+    line = json.dumps({"prompt": [USER], "tools": tools})
+    (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
+    assert tokenizer.decode(prompt.ids) == "[add]<|u|>2+2?<|end|>\n<|a|>"
+
+
+def test_nulls_that_a_data_set_fills_in_are_dropped():
+    """But an argument that is null is one, and content that is null next to a call stays."""
+    empty = {"tool_calls": None, "name": None, "function_call": None}
+    chat = [USER | empty, call({"x": None}, content=None), RESULT | empty]
+    chat[1]["tool_calls"][0] |= {"index": None}
+    chat[1]["tool_calls"][0]["function"] |= {"description": None}
+    said = read(chat_tokenizer(STRICT), messages=chat, **GOOD)
+    assert said.startswith(r"'<|u|>2+2?<|end|>\n<|a|>[add]<|end|>\n<|t|>4<|end|>\n<|a|>'")
+
+    keys = "{% for m in messages %}{{ m.keys()|list }}CALLS{% endfor %}".replace(
+        "CALLS",
+        "{% for c in m.tool_calls %}{{ c.keys()|list }}{{ c.function.keys()|list }}"
+        "{{ c.function.arguments|tojson }}{% endfor %}",
+    )
+    shown = common.chat_text(chat_tokenizer(keys), common.text_messages(chat), complete=True)
+    assert "['role', 'tool_calls', 'content']['type', 'function']['name', 'arguments']" in shown
+    assert shown.endswith('{"x": null}[\'role\', \'content\']')
+
+
+# ---- Turns of a chat -----------------------------------------------------------------------------
+
+AGENT = [
+    {"role": "system", "content": "add"},
+    USER,
+    call({"x": 2}, content="I add."),
+    RESULT,
+    call({"x": 3}, content=""),
+    {"role": "tool", "content": "5"},
+    {"role": "assistant", "content": "It is 5."},
+]
+PROMPT = r"'<|s|>add<|end|>\n<|u|>2+2?<|end|>\n<|a|>'"
+FIRST = r"""-> 'I add.[add {"x": 2}]<|end|>' <- '\n<|t|>4<|end|>\n<|a|>'"""
+SECOND = r"""-> '[add {"x": 3}]<|end|>' <- '\n<|t|>5<|end|>\n<|a|>'"""
+LAST = "-> 'It is 5.<|end|>'"
+
+
+def test_every_turn_of_an_agent_is_an_action():
+    tokenizer = chat_tokenizer(OBJECTS)
+    expected = f"{PROMPT} {FIRST} {SECOND} {LAST}"
+    assert read(tokenizer, messages=AGENT) == expected
+    assert read(tokenizer, prompt=AGENT[:2], completion=AGENT[2:]) == expected
+    assert read(tokenizer, messages=AGENT[:2], response=AGENT[2:]) == expected
+
+    # the ids are those of the whole chat, without what follows the last turn
+    whole = tokenizer.apply_chat_template(AGENT, tokenize=False).removesuffix("\n")
+    ids = tokenizer.encode(whole, add_special_tokens=False)
+    assert ids_of_row(tokenizer, messages=AGENT).input_ids.tolist() == ids
+
+
+def test_a_prompts_own_turns_are_no_actions():
+    """Of a few examples, for instance, before a completion."""
+    said = read(chat_tokenizer(OBJECTS), prompt=AGENT[:4], completion=AGENT[4:])
+    assert said == f"{PROMPT} {FIRST} {SECOND} {LAST}".replace("->", "", 1).replace(
+        r"<|a|>'  'I", "<|a|>I"
+    ).replace(r"<|end|>' <- '\n<|t|>4", r"<|end|>\n<|t|>4")
+
+
+@pytest.mark.parametrize("row", [
+    {"messages": AGENT}, {"prompt": AGENT[:2], "completion": AGENT[2:]}, {"prompt": AGENT},
+])  # fmt: skip
+def test_last_turn_only_reads_earlier_turns_as_the_prompt(row):
+    said = read(chat_tokenizer(OBJECTS), **row, options={"last_turn_only": True})
+    assert said.count("->") == 1 and said.endswith(rf"<|t|>5<|end|>\n<|a|>' {LAST}")
+
+
+def test_a_chat_may_end_with_the_result_of_a_call():
+    rows = ids_of_row(chat_tokenizer(OBJECTS), messages=AGENT[:4])
+    said = common.row_as_read(
+        rows.input_ids.tolist(), rows.response_mask.tolist(), chat_tokenizer(OBJECTS)
+    )
+    assert said == f"{PROMPT} {FIRST}".partition(" <-")[0]
+    assert rows.token_level_rewards[-1] == 1.0
+
+    cut_off = read(chat_tokenizer(OBJECTS), messages=AGENT, truncated=True)
+    assert cut_off == f"{PROMPT} {FIRST} {SECOND} -> 'It is 5.'"
+
+
+def test_a_question_at_the_end_is_no_answer():
+    with refused("needs exactly one of response, response_ids, completion; has none"):
+        read(chat_tokenizer(PLAIN), messages=[USER, ANSWER, USER])
+
+
+def test_rewards_may_be_one_for_each_turn():
+    tokenizer = chat_tokenizer(OBJECTS)
+    rows = ids_of_row(tokenizer, messages=AGENT, rewards=[0.25, 0.5, 1.0], reward=None)
+    expected = [0.0] * len(rows.input_ids)
+    ends = [i for i, x in enumerate(rows.input_ids.tolist()) if x == tokenizer.eos_token_id]
+    for place, reward in zip((ends[2], ends[4], ends[6]), (0.25, 0.5, 1.0)):
+        expected[place] = reward
+    assert rows.token_level_rewards.tolist() == expected
+
+
+THOUGHT = {"role": "assistant", "content": "<think>a</think>4"}
+
+
+def test_a_turn_that_the_template_rewrites_is_refused_with_the_way_out():
+    words = "message 2: the chat template shows this turn in another way when it is not the last"
+    with refused(words, end="give response_ids and response_mask, or --last-turn-only"):
+        read(chat_tokenizer(FORGETS), messages=[USER, THOUGHT, USER, ANSWER])
+    said = read(
+        chat_tokenizer(FORGETS),
+        messages=[USER, THOUGHT, USER, THOUGHT],
+        options={"last_turn_only": True},
+    )
+    assert said.endswith("<|a|>' -> '<think>a</think>4<|end|>'") and said.count("think") == 2
+
+
+def test_the_empty_thought_of_a_last_turn_is_no_rewriting():
+    said = read(chat_tokenizer(EMPTY), messages=[USER, ANSWER, USER, ANSWER])
+    assert said == (
+        r"'<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>' <- '\n<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
+    )
+
+
+@pytest.mark.parametrize("message, key", [
+    (call({"x": 1}, content="I add."), "tool_calls"),
+    (ANSWER | {"reasoning_content": "2 and 2"}, "reasoning_content"),
+    (ANSWER | {"thinking": "2 and 2"}, "thinking"),
+])  # fmt: skip
+@pytest.mark.parametrize("more", [[], [RESULT, ANSWER]])
+def test_what_a_template_leaves_out_of_a_turn_is_refused(message, key, more):
+    with refused(f"message 2: the chat template leaves out its {key}; give response_ids"):
+        read(chat_tokenizer(PLAIN), messages=[USER, message, *more])
+
+
+# ---- Thoughts and beginnings ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("begin, response, expected", [
+    ("<|a|><think>\n", "<think>\na</think>4", r"<|a|><think>\n' -> 'a</think>4"),
+    ("<|a|><think>\n", "<think>a</think>4", r"<|a|><think>\n' -> 'a</think>4"),
+    ("<|a|><think>\n", "<think>\n\na</think>4", r"<|a|><think>\n' -> '\na</think>4"),
+    ("<|a|><think>", "<think>\na</think>4", r"<|a|><think>' -> '\na</think>4"),
+    ("<|a|><think>\n", "\n<think>\na</think>4", r"<|a|><think>\n' -> 'a</think>4"),
+    ("<|a|><think>\n", "a</think>4", r"<|a|><think>\n' -> 'a</think>4"),
+    ("<|a|>", "<think>\na</think>4", r"<|a|>' -> '<think>\na</think>4"),
+    ("<|a|></think>", "<think>a", "<|a|></think>' -> '<think>a"),
+])  # fmt: skip
+def test_a_thought_that_the_prompt_begins_is_not_begun_again(begin, response, expected, capsys):
+    tokenizer = chat_tokenizer(PLAIN, begin)
+    message = {"role": "assistant", "content": response}
+    start = r"'<|u|>2+2?<|end|>\n"
+    rows = (
+        {"messages": [USER], "response": response},
+        {"messages": [USER, message]},
+        {"prompt": f"<|u|>2+2?<|end|>\n{begin}", "response": response},
+        {"prompt_ids": tokenizer.encode(f"<|u|>2+2?<|end|>\n{begin}"), "response": response},
+    )
+    for row in rows:
+        assert read(tokenizer, **row) == f"{start}{expected}<|end|>'"
+    assert "note" not in capsys.readouterr().out
+
+
+def test_a_response_that_leaves_a_begun_thought_open_gets_a_line(capsys):
+    lines = [{"messages": [USER], "response": text, "reward": 1} for text in ("4", "a</think>4")]
+    common.read_rows(list(map(json.dumps, lines)), chat_tokenizer(PLAIN, OPENS))
+    said = "1 of 2 rows: they neither begin nor end the <think> that their prompt ends with"
+    assert f"note       {said}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("template, begun, expected", [
+    (TRIMS, "The answer is ", "<|a|>The answer is "),
+    (TRIMS, " It is", "<|a|> It is"),
+    (PLAIN, " It is ", "<|a|> It is "),
+    (EMPTY, "<think>\nI", "<|a|><think>\nI"),
+    (EMPTY, "It is", "<|a|><think>\n\n</think>\n\nIt is"),
+])  # fmt: skip
+def test_a_response_continues_a_last_message_as_it_stands(template, begun, expected):
+    tokenizer = chat_tokenizer(template)
+    chat = [USER, {"role": "assistant", "content": begun}]
+    rows = ids_of_row(tokenizer, messages=chat, response="4")
+    assert tokenizer.decode(rows.input_ids) == f"<|u|>2+2?<|end|>\n{expected}4<|end|>"
+
+    run = a_run(prompts="x", reward="mine.py:f")
+    (prompt,) = ppo_loop.load_prompts([json.dumps({"prompt": chat})], "--prompts", run, tokenizer)
+    assert tokenizer.decode(prompt.ids) == f"<|u|>2+2?<|end|>\n{expected}"
+
+
+def test_a_last_message_that_the_template_changes_is_refused():
+    upper = PLAIN.replace("m.content or ''", "m.content|upper")
+    with refused("messages do not fit the tokenizer's chat template"):
+        read(chat_tokenizer(upper), messages=[USER, ANSWER | {"content": "it"}], **GOOD)
+
+
+@pytest.mark.parametrize("response", ["4", "4<|end|>", "4<|end|>\n"])
+@pytest.mark.parametrize("eos", ["<|end|>", "<eos>"])
+def test_a_response_that_ends_itself_gets_no_second_end(response, eos):
+    """Whether it ends with EOS or, where a base model's EOS is another, as the template's turns."""
+    tokenizer = chat_tokenizer(PLAIN)
+    tokenizer.eos_token = eos
+    said = read(tokenizer, messages=[USER], response=response)
+    end = "<|end|>" if "end" in response else eos
+    assert said.endswith(f"-> '4{end}'")
+
+
+def test_a_template_that_writes_the_date_is_told(capsys):
+    template = "{{ strftime_now('%d %b %Y') }}" + PLAIN
+    tokenizer = chat_tokenizer(template)
+    today = datetime.now().strftime("%d %b %Y")
+    assert read(tokenizer, messages=[USER], **GOOD).startswith(f"'{today}<|u|>")
+    said = "the chat template writes today's date, which --chat-template-kwargs may set\n"
+    assert f"note       1 of 1 rows: {said}" in capsys.readouterr().out
+    read(tokenizer, prompt="2+2=", **GOOD)
+    assert "note" not in capsys.readouterr().out
