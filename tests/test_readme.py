@@ -399,27 +399,34 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
 
 def skip_without_packages(line):
     """Skips if what the line imports is not installed: the project itself does not need it."""
-    needs = {"pandas": "pyarrow", "datasets": "datasets", "trackio": "tbparse", "wandb": "wandb"}
+    needs = {"datasets": "datasets", "trackio": "tbparse", "wandb": "wandb"}
     for package, module in needs.items():
         if package in line:
             pytest.importorskip(module)
 
 
+STEPS = {"prompt": "1+1=", "response": ["1 and 1\n", "is 2\n"], "rewards": [1, 0]}
+SHEPHERD = {"prompt": "1+1=", "response": ["Step 1: 1 and 1 ", "\nStep 2: is 2 "], "rewards": [1, 0]}
+
+
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])
 def test_files_of_other_kinds_become_rows(line, tmp_path):
-    """Of a JSON array, of parquet, and of a folder that load_dataset reads as it reads the hub."""
+    """A folder that load_dataset reads as it reads the hub, and labels of steps."""
     skip_without_packages(line)
     rows = common.read_lines(ROOT / "tests" / "rows.jsonl")[:8]
-    for row in rows:
-        row["prompt"] = [{"role": "user", "content": row["prompt"] + " é"}]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
     (tmp_path / "OWNER" / "NAME").mkdir(parents=True)
-    shutil.copy(tmp_path / "rows.json", tmp_path / "OWNER" / "NAME" / "train.json")
-    if "pandas" in line:
-        importlib.import_module("pandas").DataFrame(rows).to_parquet(tmp_path / "rows.parquet")
+    (tmp_path / "OWNER" / "NAME" / "train.json").write_text(json.dumps(rows))
+    for name in ("prm800k.jsonl", "math_shepherd.jsonl"):
+        shutil.copy(ROOT / "tests" / "shapes" / name, tmp_path)
+
     command = line.replace("python3", sys.executable)
     succeeded(run("bash", "-c", command, cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"))
-    assert common.read_lines(tmp_path / "rows.jsonl") == rows
+    if "prm800k" in line:
+        rows = [STEPS]
+    if "shepherd" in line:
+        rows = [SHEPHERD]
+    (made,) = tmp_path.glob("rows.*")
+    assert list(map(json.loads, common.read_file(str(made), "--rollouts"))) == rows
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "board"])
