@@ -1517,7 +1517,8 @@ def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images):
         rollout.prompt_ids = encode_prompt(tokenizer, before, hint)
     elif tokenizer:
         before = tokenizer.decode(rollout.prompt_ids[-16:], clean_up_tokenization_spaces=False)
-        rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
+        if hint:
+            rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
     if rollout.response_ids:
         return notes
     if rollout.response is not None:
@@ -1649,42 +1650,29 @@ def encode_behind(tokenizer, before, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
-def encode_start(tokenizer, text):
-    """Token ids of a text that begins a row -> (what the tokenizer puts before it, such as BOS; the
-    text's). What it would put after the text, such as EOS, is left out: a response follows."""
-    plain = tokenizer.encode(text, add_special_tokens=False)
-    whole = tokenizer.encode(text)
-    bos = tokenizer.bos_token_id
-
-    # a text that brings its own BOS, or all of such a beginning, gets no second one
-    if bos is not None and plain[:1] == [bos]:
-        return [bos], plain[1:]
-    for first in range(len(whole) - len(plain) + 1):
-        if plain and whole[first : first + len(plain)] == plain:
-            begin = whole[:first]
-            if plain[:first] == begin:
-                plain = plain[first:]
-            return begin, plain
-
-    # next to special tokens this tokenizer splits a text in another way
-    if whole[-1:] == [tokenizer.eos_token_id] != plain[-1:]:
-        whole = whole[:-1]
-    if bos is not None and whole[:1] == [bos]:
-        return [bos], whole[1:]
-    return [], whole
+def begin_of(tokenizer):
+    """Ids of the special tokens that the tokenizer puts before a text, such as BOS."""
+    plain = tokenizer.encode("a", add_special_tokens=False)
+    whole = tokenizer.encode("a")
+    places = range(len(whole) - len(plain) + 1)
+    first = [n for n in places if whole[n : n + len(plain)] == plain]
+    return whole[: first[0]] if first else []
 
 
 def encode_prompt(tokenizer, text, hint="", is_chat=False):
     """Token ids of a prompt. A chat template has written its special tokens itself. The hint goes
-    between the special tokens that begin a row, such as BOS, and the rest."""
+    between the special tokens that begin a row and the rest."""
+    begin = begin_of(tokenizer)
+    bos = tokenizer.bos_token
     if hint:
-        begin, _ = encode_start(tokenizer, hint)
-        starts = ["".join(tokenizer.convert_ids_to_tokens(begin)), tokenizer.bos_token or "", ""]
+        starts = ["".join(tokenizer.convert_ids_to_tokens(begin)), bos or "", ""]
         start = max(filter(text.startswith, starts), key=len)
         text = start + hint + text.removeprefix(start)
-    if is_chat:
-        return tokenizer.encode(text, add_special_tokens=False)
-    begin, ids = encode_start(tokenizer, text)
+
+    # a text that brings its own beginning gets no second one; nothing is put behind it
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    if is_chat or ids[: len(begin)] == begin or (bos and ids[:1] == [tokenizer.bos_token_id]):
+        return ids
     return begin + ids
 
 
@@ -1702,18 +1690,13 @@ def hint_of(row, key):
     return HINT.format(hint)
 
 
-def hint_before_ids(tokenizer, prompt_ids, hint):
+def hint_before_ids(tokenizer, ids, hint):
     """A prompt of token ids with the hint before it, but behind what begins a row, such as BOS."""
-    if not hint:
-        return prompt_ids
-    begin, ids = encode_start(tokenizer, hint)
-    bos = tokenizer.bos_token_id
-    if begin and prompt_ids[: len(begin)] == begin:
-        prompt_ids = prompt_ids[len(begin) :]
-    elif bos is not None and prompt_ids[:1] == [bos]:
-        begin = [bos]
-        prompt_ids = prompt_ids[1:]
-    return begin + ids + prompt_ids
+    begin = begin_of(tokenizer)
+    n = len(begin) if ids[: len(begin)] == begin else 0
+    if tokenizer.bos_token_id is not None and ids[:1] == [tokenizer.bos_token_id]:
+        n = max(n, 1)
+    return ids[:n] + tokenizer.encode(hint, add_special_tokens=False) + ids[n:]
 
 
 def turn_ends(tokenizer, model_config=None):
@@ -2994,7 +2977,9 @@ def load_tokenizer(config):
     stored = None
     with suppress(Exception):  # a hub that is out of reach
         stored = cached_file(name, "tokenizer.json")
-    if stored:  # in a folder or on the hub, as stored: AutoTokenizer would use some models' own rules
+    if (
+        stored
+    ):  # in a folder or on the hub, as stored: AutoTokenizer would use some models' own rules
         reader = PreTrainedTokenizerFast
         guard = blame(f"{flag}: that of {name} does not load; mend it or give another")
     tokenizer = None

@@ -406,7 +406,11 @@ def skip_without_packages(line):
 
 
 STEPS = {"prompt": "1+1=", "response": ["1 and 1\n", "is 2\n"], "rewards": [1, 0]}
-SHEPHERD = {"prompt": "1+1=", "response": ["Step 1: 1 and 1 ", "\nStep 2: is 2 "], "rewards": [1, 0]}
+SHEPHERD = {
+    "prompt": "1+1=",
+    "response": ["Step 1: 1 and 1 ", "\nStep 2: is 2 "],
+    "rewards": [1, 0],
+}
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])

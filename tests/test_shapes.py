@@ -90,4 +90,3 @@ def test_lists_of_unequal_length_are_refused_with_the_line():
     row = {"prompt": "1+1=", "responses": ["2", "3"], "rewards": [1.0]}
     with refused("it has 2 responses, but 1 rewards", begin="toy:1: "):
         common.read_rows([json.dumps(row)], a_tokenizer())
-

@@ -1,18 +1,19 @@
 """Text in its place: the ids that a critic reads are those that the policy read and wrote."""
 
 import json
+import sys
 from datetime import datetime
 
 import pytest
 import tokenizers
-from helpers import refused
+from helpers import refused, run, succeeded
+from ppo_helpers import a_run, a_task
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 import common
 import critic_fsdp
 import ppo_loop
-from ppo_helpers import a_run, a_task
 
 GOOD = {"response": "4", "reward": 1.0}
 USER = {"role": "user", "content": "2+2?"}
@@ -25,8 +26,8 @@ LETTERS = [chr(i) for i in range(33, 127)] + ["▁", "\n", " "]
 
 
 def sentence_piece(kind):
-    """A tokenizer that puts a blank before a text: pieces of `kind` ("first", "always") as Metaspace
-    makes them, or "legacy" as Llama 2's normalizer does."""
+    """A tokenizer that puts a blank before a text: as Metaspace does ("first", "always"), or as
+    Llama 2's normalizer ("legacy")."""
     pieces = ["<unk>", "<s>", "</s>", *LETTERS, *WORDS]
     merges = [(word[0], word[1]) for word in WORDS if len(word) == 2] + [("▁i", "s")]
     vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys([*pieces, "▁i"]))}
@@ -223,7 +224,7 @@ def test_nulls_that_a_data_set_fills_in_are_dropped():
     )
     shown = common.chat_text(chat_tokenizer(keys), common.text_messages(chat), complete=True)
     assert "['role', 'tool_calls', 'content']['type', 'function']['name', 'arguments']" in shown
-    assert shown.endswith('{"x": null}[\'role\', \'content\']')
+    assert shown.endswith("{\"x\": null}['role', 'content']")
 
 
 # ---- Turns of a chat -----------------------------------------------------------------------------
@@ -411,3 +412,48 @@ def test_a_template_that_writes_the_date_is_told(capsys):
     assert f"note       1 of 1 rows: {said}" in capsys.readouterr().out
     read(tokenizer, prompt="2+2=", **GOOD)
     assert "note" not in capsys.readouterr().out
+
+
+# ---- One tokenizer, by folder and by name --------------------------------------------------------
+
+READ = """
+import sys
+import common, critic_fsdp
+for name in sys.argv[1:]:
+    tokenizer = common.load_tokenizer(critic_fsdp.Config(model="tiny-qwen2", tokenizer=name))
+    print(tokenizer.encode("hello big world"))
+"""
+
+
+def test_a_name_on_the_hub_is_read_as_the_folder_of_its_files(tmp_path):
+    """Of class Llama with a byte-level vocabulary, as DeepSeek's. The cache stands for the hub."""
+    cache = tmp_path / "models--owner--name"
+    folder = cache / "snapshots" / "0"
+    KINDS["bytes"].save_pretrained(folder)
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    config["tokenizer_class"] = "LlamaTokenizerFast"
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0")
+
+    hub = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    said = succeeded(run(sys.executable, "-c", READ, "owner/name", folder, timeout=120, **hub))
+    expected = KINDS["bytes"].encode("hello big world")
+    assert said.splitlines() == [str(expected)] * 2
+
+
+@pytest.mark.parametrize("stored", [True, False])
+@pytest.mark.parametrize("config", [True, False, None])
+def test_whether_a_text_begins_with_bos_is_what_the_config_says(stored, config, tmp_path):
+    tokenizer = sentence_piece("first")
+    if not stored:
+        tokenizer.backend_tokenizer.post_processor = tokenizers.processors.ByteLevel()
+    tokenizer.save_pretrained(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    fields = {} if config is None else {"add_bos_token": config}
+    path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    read = common.load_tokenizer(critic_fsdp.Config(model="tiny-qwen2", tokenizer=str(tmp_path)))
+    adds = stored if config is None else config
+    assert (read.encode("2+2=")[:1] == [read.bos_token_id]) == adds
