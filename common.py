@@ -3712,11 +3712,13 @@ def describe_rows(rows, gamma, source, tokenizer=None):
 
     truncated = int(rows.truncated.sum())
     longest, _ = rows.longest
+    turns = int((rows.response_mask[1:] & ~rows.response_mask[:-1]).sum())
+    in_turns = f" in {turns:,} turns" if turns > len(rows) else ""
     ids = rows.input_ids[: rows.lengths[0]].tolist()
     acts = rows.response_mask[: rows.lengths[0]].tolist()
     print0(
         f"rows       {len(rows):,} of {source}, {truncated:,} truncated\n"
-        f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions;"
+        f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions{in_turns};"
         f" longest row {longest:,}\n"
         f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g},"
         f" from {low:z.3g} to {high:z.3g}\n"

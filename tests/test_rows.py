@@ -171,6 +171,13 @@ def test_what_follows_an_action_is_shown_apart(capsys):
     assert shown([ids], None, capsys) == "[5, 6] -> [7] <- [8]"
 
 
+def test_turns_are_counted(capsys):
+    dialogue = {"prompt": "1+1=", "response": "add\n22", "reward": 1.0}
+    rows = [json.dumps(dialogue | {"response_mask": [1, 1, 1, 0, 0, 1, 1]}), json.dumps(dialogue)]
+    common.describe_rows(common.read_rows(rows, a_tokenizer()), 1.0, "a test", a_tokenizer())
+    assert "12 of them actions in 3 turns; longest row 11\n" in capsys.readouterr().out
+
+
 def test_of_a_long_text_the_ends_are_shown(capsys):
     long = GOOD | {"prompt": "a" * 150 + "b" * 150}
     ends = "'" + "a" * 99 + "…" + "b" * 99 + "'"
