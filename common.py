@@ -1650,6 +1650,7 @@ def encode_behind(tokenizer, before, text):
     return tokenizer.encode(text, add_special_tokens=False)
 
 
+@functools.cache
 def begin_of(tokenizer):
     """Ids of the special tokens that the tokenizer puts before a text, such as BOS."""
     plain = tokenizer.encode("a", add_special_tokens=False)

@@ -78,6 +78,7 @@ def ids_of_row(tokenizer, **row):
 @EACH_KIND
 @pytest.mark.parametrize("prompt, response", [
     ("2+2=", "4"), ("2+2=", " 4"), ("2 + 2 =", " 4 is"), ("x\n", "4"), ("is", "44"), ("a", "\n4"),
+    ("2</s>", "4"),  # where some put a blank before what follows, too
 ])  # fmt: skip
 def test_a_response_has_the_ids_of_the_joined_text(kind, prompt, response):
     tokenizer = KINDS[kind]
