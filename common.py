@@ -3749,12 +3749,10 @@ def write_scores(path, out_dir, rows, tokenizer, gamma, response_key=None):
             line = lines[row_id]
             first = int(mask.int().argmax())
             n = len(line.get("response_mask") or mask[first:])  # response tokens
-            yield line | {
-                "values": values[-n:].tolist(),
-                "response_mask": mask[-n:].int().tolist(),
-                "last_value": last,
-                "rank": rank,
-            }
+            line |= {"values": values[-n:].tolist(), "last_value": last, "rank": rank}
+            if "response_mask" not in line and not mask[-n:].all():
+                line["response_mask"] = mask[-n:].int().tolist()
+            yield line
 
     replace_lines(f"{out_dir}/scored.jsonl", scored())
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)

@@ -63,6 +63,15 @@ def test_scores_stand_next_to_each_row(name, tmp_path):
     assert [row["reward"] for row in scored] == [1.0, 0.0]
 
 
+def test_scores_of_steps_say_which_they_are(tmp_path):
+    rows = common.read_rows(str(SHAPES / "steps.jsonl"), a_tokenizer())
+    rows.values = 0.5 * rows.response_mask
+    common.write_scores(str(SHAPES / "steps.jsonl"), str(tmp_path), rows, None, 1.0)
+    (row,) = common.read_lines(tmp_path / "scored.jsonl")
+    assert row["response_mask"] == [1, 0, 0, 0, 0, 1]  # from the first step's last token on
+    assert row["values"] == [0.5, 0, 0, 0, 0, 0.5]
+
+
 def test_the_response_that_the_user_names_is_the_only_one():
     keys = {"response": "chosen", "reward": "score"}
     row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "score": 0.5}

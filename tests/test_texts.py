@@ -286,6 +286,11 @@ def test_a_chat_may_end_with_the_result_of_a_call():
     assert cut_off == f"{PROMPT} {FIRST} {SECOND} -> 'It is 5.'"
 
 
+def test_a_greeting_at_the_start_is_no_answer():
+    said = read(chat_tokenizer(PLAIN), messages=[ANSWER, USER, ANSWER])
+    assert said == r"'<|a|>4<|end|>\n<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
+
+
 def test_a_question_at_the_end_is_no_answer():
     with refused("needs exactly one of response, response_ids, completion; has none"):
         read(chat_tokenizer(PLAIN), messages=[USER, ANSWER, USER])
