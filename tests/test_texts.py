@@ -377,6 +377,7 @@ def test_a_response_that_leaves_a_begun_thought_open_gets_a_line(capsys):
 @pytest.mark.parametrize("template, begun, expected", [
     (TRIMS, "The answer is ", "<|a|>The answer is "),
     (TRIMS, " It is", "<|a|> It is"),
+    (TRIMS.replace("|trim", ".rstrip()"), " It is ", "<|a|> It is "),
     (PLAIN, " It is ", "<|a|> It is "),
     (EMPTY, "<think>\nI", "<|a|><think>\nI"),
     (EMPTY, "It is", "<|a|><think>\n\n</think>\n\nIt is"),
