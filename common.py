@@ -145,7 +145,7 @@ class Batch:
     v1 is what the head says after p1, before a0."""
 
     input_ids: torch.Tensor  # (T,) int64
-    cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
+    cu_seqlens: torch.Tensor  # (B+1,) int64: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
     response_mask: torch.Tensor  # (T,) bool: true on actions, which never begin a sequence
     row_id: torch.Tensor  # (B,) int64: global id, by which rows are ordered and shuffled
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
@@ -200,7 +200,7 @@ class Batch:
     @property
     def row_of_token(self):
         """(T,) int64: which sequence each token belongs to."""
-        return torch.repeat_interleave(self.cu_seqlens.diff().long())
+        return torch.repeat_interleave(self.cu_seqlens.diff())
 
     @property
     def positions(self):
@@ -271,8 +271,8 @@ class Batch:
 
 
 def cumulative(lengths):
-    """B lengths (list or tensor) -> (B+1,) int32 [0, l0, l0+l1, ...]."""
-    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
+    """B lengths (list or tensor) -> (B+1,) int64 [0, l0, l0+l1, ...]."""
+    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0))
 
 
 def tokens_in(cu_seqlens, rows):
@@ -313,7 +313,7 @@ def check(batch, needs=()):
 
     # one column after another
     check_column(batch, "input_ids", torch.int64)
-    check_column(batch, "cu_seqlens", torch.int32)
+    check_column(batch, "cu_seqlens", torch.int64)
     check_column(batch, "response_mask", torch.bool)
     check_column(batch, "row_id", torch.int64)
     check_column(batch, "truncated", torch.bool)
@@ -995,9 +995,10 @@ class Pack:
             count = len(list(same))
             self.pieces.append(Piece(count, count * queries, count * seen))
 
-        # for kernels: where queries and keys of each sequence end, and the most that one has
-        cu_queries = cumulative(lengths).to(device, non_blocking=True)
-        cu_keys = cumulative(key_lengths).to(device, non_blocking=True)
+        # for kernels, which take int32: where queries and keys of each sequence end, and the most
+        # that one has
+        cu_queries = cumulative(lengths).int().to(device, non_blocking=True)
+        cu_keys = cumulative(key_lengths).int().to(device, non_blocking=True)
         self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
 
 

@@ -111,6 +111,21 @@ def test_no_padded_rows_are_an_empty_batch():
     assert none.cu_seqlens.tolist() == [0]
 
 
+def test_a_batch_has_more_tokens_than_int32_can_count():
+    many = 2**31
+    ids = torch.zeros(1, dtype=torch.int64).expand(many + 3)  # takes no memory
+    batch = common.Batch(
+        input_ids=ids,
+        cu_seqlens=common.cumulative([many, 3]),
+        response_mask=ids[:1].bool().expand(len(ids)),
+        row_id=torch.tensor([0, 1]),
+        truncated=torch.tensor([False, False]),
+    )
+    assert common.check(batch).longest == (many, 0)
+    assert batch.token_index([1]).tolist() == [many, many + 1, many + 2]
+    assert batch.select([1]).cu_seqlens.tolist() == batch.split(1)[1].cu_seqlens.tolist() == [0, 3]
+
+
 NO_ACTION = [0] * 8
 EARLY = [0, 1, 0, 0, 0, 0, 0, 0]
 
@@ -731,6 +746,7 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, softcap=None):
         ends = (cu_q.diff().tolist(), cu_k.diff().tolist())
         assert ends == (QUERIES, KEYS)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
         assert (max_q, max_k) == (7, 7)
         assert q.is_contiguous()
         assert causal
