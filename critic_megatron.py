@@ -386,6 +386,7 @@ def read_weights(config, model_config):
         flag = f"{config.prefix}model"
         with blame(f"{flag} {config.model}: its weights do not load"):
             tensors = StoredTensors(common.local_folder(config.model), "model.", flag)
+        common.refuse_scales(tensors, f"{flag} {config.model}")
         origin = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
 
     words = common.init_value_head(head, config, model_config)
@@ -1796,9 +1797,8 @@ def computed_otherwise(model_config, names):
     """Words on what Megatron's layers would compute otherwise. names: weights of the skeleton."""
     c = model_config
     odd = []
-    for field, x in {"hidden_act": "silu", "quantization_config": None}.items():
-        if getattr(c, field, x) != x:
-            odd.append(f"{field} {getattr(c, field)}")
+    if getattr(c, "hidden_act", "silu") != "silu":
+        odd.append(f"hidden_act {c.hidden_act}")
 
     # it has biases in all matrices, or in those of queries, keys and values, or in none
     of_matrices = ("q_proj.bias", "o_proj.bias", ("down_proj.bias", "down_proj_bias"))

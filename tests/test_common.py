@@ -25,6 +25,7 @@ import transformers
 from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, worker, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -929,6 +930,21 @@ def test_contents_are_on_the_disk_before_a_rename_and_the_rename_after_it(tmp_pa
         assert inode(tmp_path) in flushed
         for part in (folder, folder / "actor"):  # a part has no manifest of its own
             common.verify(str(part))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_umask_decides_who_may_read_what_is_saved(mask, tmp_path):
+    """safetensors writes files of mode 600."""
+    common.setup_distributed()
+    before = os.umask(mask)
+    with common.published(str(tmp_path / "hf")) as tmp:
+        pathlib.Path(tmp, "actor").mkdir()
+        for name in ("model", "actor/model"):
+            save_file({"x": torch.zeros(1)}, f"{tmp}/{name}.safetensors")
+    os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    modes = {path.stat().st_mode & 0o777 for path in files}
+    assert len(files) == 3 and modes == {0o666 & ~mask}
 
 
 def published_folder(tmp_path):

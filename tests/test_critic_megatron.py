@@ -206,9 +206,6 @@ BAD_MODELS = {  # words of the error -> a model that causes it
     "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
     "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
-    "quantization_config": transformers.LlamaConfig(
-        **SIZES, quantization_config={"quant_method": "fp8"}
-    ),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
