@@ -113,7 +113,7 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
 ):
     w, batch, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
-    assert len(w.plan_micro_batches(rows)[0]) > 1
+    assert len(w.plan_micro_batches(rows, w.max_tokens)[0]) > 1
     assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
     loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
     loss.backward()
@@ -157,7 +157,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
     whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
-    assert len(whole.plan_micro_batches(common.describe(batch))[0]) == 1
+    assert len(whole.plan_micro_batches(common.describe(batch), 10_000)[0]) == 1
     with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
     [ours], [theirs] = seen, seen_whole
