@@ -1819,6 +1819,7 @@ class PolicyWorker:
         model_config = task.model_config
         self.run = run
         self.config = config
+        self.model_config = model_config
         self.device = device
         self.critic_script = critic_module(run.backend)
         self.images = task.images
@@ -1985,7 +1986,9 @@ class PolicyWorker:
     @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
-        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0."""
+        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
+        UserError: a row does not fit the model."""
+        common.check_rows(batch, self.model_config)
         table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
         log_probs = []
@@ -2013,7 +2016,9 @@ class PolicyWorker:
         needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
     def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics."""
+        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
+        UserError: a row does not fit the model."""
+        common.check_rows(batch, self.model_config)
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped

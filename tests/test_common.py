@@ -736,6 +736,16 @@ def test_packed_attention_refuses_options_that_it_would_ignore(case):
         common.packed_attention(query=q, key=q, value=q, **options)
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "hybrid_sliding", "chunked_attention"])
+@pytest.mark.parametrize("mixer", [nn.Linear(1, 1), nn.Sequential(nn.Conv1d(1, 1, 1))], ids=str)
+def test_layers_of_a_kind_that_nobody_has_packed_are_refused(kind, mixer):
+    """Also next to recurrent ones."""
+    decoder = nn.Sequential(mixer)
+    decoder.config = types.SimpleNamespace(layer_types=["full_attention", kind])
+    with refused(f"Sequential has layers that cannot be packed: {kind}"):
+        common.pack_recurrent(decoder)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name, softcap", [("flash", None), ("flash", 2.0), ("varlen", None)])
 def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, window, monkeypatch):
