@@ -3206,6 +3206,19 @@ def configure_head(model_config, config, value_range):
             raise UserError(f"{config.prefix}value-range: {needs}")
 
 
+def exported_config(model_config):
+    """A copy of a critic's config that says what the head's outputs are, for programs that would
+    make probabilities of them."""
+    exported = copy.deepcopy(model_config)
+    exported.problem_type = None
+    if exported.num_labels == 1:
+        label = "logit" if exported.value_range else "value"
+        exported.problem_type = "regression"
+        exported.id2label = {0: label}
+        exported.label2id = {label: 0}
+    return exported
+
+
 def init_value_head(score, config, model_config):
     """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from.
     UserError: the model has no head that fits."""

@@ -1176,7 +1176,7 @@ class CriticWorker:
             if RANK == 0:
                 if self.config.lora_rank:
                     state = merge_lora(state, self.config, self.model_config)
-                save_hf(state, self.model_config, tmp)
+                save_hf(state, common.exported_config(self.model_config), tmp)
                 for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
 

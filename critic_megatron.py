@@ -1324,11 +1324,12 @@ class CriticWorker:
         # without transformers' class for it, the head is a file of its own, next to a backbone
         head = {}
         kinds = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-        if type(self.model_config) not in kinds:
+        model_config = common.exported_config(self.model_config)
+        if type(model_config) not in kinds:
             kinds = transformers.MODEL_MAPPING
             head = {name: state.pop(name) for name in list(state) if name.startswith("score.")}
             state = {name.removeprefix("model."): x for name, x in state.items()}
-        self.model_config.architectures = [kinds[type(self.model_config)].__name__]
+        model_config.architectures = [kinds[type(model_config)].__name__]
 
         # which file has which weight
         file = f"model-{RANK:05d}.safetensors"
@@ -1341,7 +1342,7 @@ class CriticWorker:
                     save_file(weights, f"{tmp}/{path}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
             if RANK == 0:
-                for part in filter(None, (self.model_config, self.tokenizer)):
+                for part in filter(None, (model_config, self.tokenizer)):
                     part.save_pretrained(tmp)
 
 

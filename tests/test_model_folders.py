@@ -12,6 +12,7 @@ import transformers
 from helpers import refused, worker
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import common
 import critic_fsdp
@@ -342,6 +343,36 @@ def test_a_download_that_fails_is_named(monkeypatch):
     for script in SCRIPTS:
         with refused("--model some/critic: its weights do not load (LocalEntryNotFoundError"):
             read(script, "some/critic")
+
+
+# ---- What others read from an export -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_export_is_a_regression_of_each_token_and_another_one_of_each_row(script, tmp_path):
+    """Its token classifier has the critic's values, its sequence classifier what follows the row,
+    without the bias. A pipeline makes 1 of everything."""
+    critic = worker(script=script)
+    for p in critic.critic.model.parameters():
+        if p.numel() == 1:
+            p.data.fill_(0.5)  # the bias of the head
+    row = common.Batch.blank(7)
+    row.input_ids = torch.arange(20, 27)
+    values = critic.compute_values(row)
+    critic.export_hf(str(tmp_path / "hf"))
+
+    def logits_of(kind):
+        model = kind.from_pretrained(tmp_path / "hf")
+        assert model.config.problem_type == "regression" and model.config.id2label == {0: "value"}
+        return model(row.input_ids[None]).logits.flatten()
+
+    of_tokens = logits_of(transformers.AutoModelForTokenClassification)
+    assert_close(of_tokens[:-1], values[1:])
+    of_row = logits_of(transformers.AutoModelForSequenceClassification)
+    assert_close(of_row, of_tokens[-1:] - 0.5)
+
+    pipeline = transformers.pipeline("token-classification", str(tmp_path / "hf"))
+    assert {(x["entity"], float(x["score"])) for x in pipeline("94+48=")} == {("value", 1.0)}
 
 
 # ---- Folders that are no model, or a damaged one -------------------------------------------------
