@@ -145,7 +145,7 @@ class Batch:
     v1 is what the head says after p1, before a0."""
 
     input_ids: torch.Tensor  # (T,) int64
-    cu_seqlens: torch.Tensor  # (B+1,) int32: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
+    cu_seqlens: torch.Tensor  # (B+1,) int64: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
     response_mask: torch.Tensor  # (T,) bool: true on actions, which never begin a sequence
     row_id: torch.Tensor  # (B,) int64: global id, by which rows are ordered and shuffled
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
@@ -200,7 +200,7 @@ class Batch:
     @property
     def row_of_token(self):
         """(T,) int64: which sequence each token belongs to."""
-        return torch.repeat_interleave(self.cu_seqlens.diff().long())
+        return torch.repeat_interleave(self.cu_seqlens.diff())
 
     @property
     def positions(self):
@@ -271,8 +271,8 @@ class Batch:
 
 
 def cumulative(lengths):
-    """B lengths (list or tensor) -> (B+1,) int32 [0, l0, l0+l1, ...]."""
-    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0)).int()
+    """B lengths (list or tensor) -> (B+1,) int64 [0, l0, l0+l1, ...]."""
+    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0))
 
 
 def tokens_in(cu_seqlens, rows):
@@ -313,7 +313,7 @@ def check(batch, needs=()):
 
     # one column after another
     check_column(batch, "input_ids", torch.int64)
-    check_column(batch, "cu_seqlens", torch.int32)
+    check_column(batch, "cu_seqlens", torch.int64)
     check_column(batch, "response_mask", torch.bool)
     check_column(batch, "row_id", torch.int64)
     check_column(batch, "truncated", torch.bool)
@@ -995,9 +995,10 @@ class Pack:
             count = len(list(same))
             self.pieces.append(Piece(count, count * queries, count * seen))
 
-        # for kernels: where queries and keys of each sequence end, and the most that one has
-        cu_queries = cumulative(lengths).to(device, non_blocking=True)
-        cu_keys = cumulative(key_lengths).to(device, non_blocking=True)
+        # for kernels, which take int32: where queries and keys of each sequence end, and the most
+        # that one has
+        cu_queries = cumulative(lengths).int().to(device, non_blocking=True)
+        cu_keys = cumulative(key_lengths).int().to(device, non_blocking=True)
         self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
 
 
@@ -2521,6 +2522,13 @@ def published(folder, group=None, keep=None):
     sums = checksums_of_all_ranks(tmp, group)
     if RANK == 0:
         write_json(f"{tmp}/{MANIFEST}", sums)
+
+        # the umask decides who may read: safetensors, unlike the manifest, keeps others out
+        mode = os.stat(f"{tmp}/{MANIFEST}").st_mode
+        for name in sums:
+            with suppress(PermissionError):  # some file systems have no modes
+                os.chmod(f"{tmp}/{name}", mode)
+
         for path in (*Path(tmp).rglob("*"), tmp):
             flush_to_disk(path)
         swap(tmp, folder)
@@ -2887,6 +2895,9 @@ LARGEST = {  # sizes of a model that we try to build
 }
 
 
+DEQUANTISED = ("fp8", "mxfp4")  # methods whose weights transformers turns into numbers
+
+
 def load_config(config):
     """(tokenizer or None, transformers config) of config.model, with --override-config and dropout
     off. UserError names the flag: there is no model, or none that can be built."""
@@ -2894,6 +2905,11 @@ def load_config(config):
     with blame(f"{flag}: no model there; presets are {', '.join(TINY)}"):
         tokenizer, fields = stored_config(config)
         kind = type(AutoConfig.for_model(**fields))
+
+    # what trains and is saved is float32, of which this would not be true
+    method = (fields.pop("quantization_config", None) or {}).get("quant_method")
+    if method not in (None, *DEQUANTISED):
+        raise UserError(f"{flag}: is quantised ({method}); give it in bfloat16 or float32")
 
     overrides = json_object(f"{config.prefix}override-config", config.override_config)
     if overrides:
@@ -3110,8 +3126,9 @@ WRAPPERS = ("model", "module", "base_model", "pretrained_model")  # names that m
 
 def is_head(name):
     """Whether a weight of a model belongs to a value head, by its name."""
-    first = next((part for part in name.split(".") if part not in WRAPPERS), None)
-    return first in HEADS
+    parts = name.split(".")
+    first = next((part for part in parts if part not in WRAPPERS), None)
+    return first in HEADS and "original_module" not in parts  # peft's copy from before training
 
 
 def local_folder(name):
@@ -3188,6 +3205,19 @@ def configure_head(model_config, config, value_range):
         if not model_config.value_range:
             needs = "this head needs it: LOW and HIGH of the returns, with a margin"
             raise UserError(f"{config.prefix}value-range: {needs}")
+
+
+def exported_config(model_config):
+    """A copy of a critic's config that says what the head's outputs are, for programs that would
+    make probabilities of them."""
+    exported = copy.deepcopy(model_config)
+    exported.problem_type = None
+    if exported.num_labels == 1:
+        label = "logit" if exported.value_range else "value"
+        exported.problem_type = "regression"
+        exported.id2label = {0: label}
+        exported.label2id = {label: 0}
+    return exported
 
 
 def init_value_head(score, config, model_config):
@@ -3268,15 +3298,31 @@ def load_model(kind, config, model_config, seed):
             model = kind.from_config(model_config, dtype=torch.float32)
             return model, f"random weights (seed {seed})"
         folder = local_folder(name)
+        stored = copy.deepcopy(model_config)  # with what load_config has dropped
+        quantised = config_of(folder).get("quantization_config")
+        if quantised:
+            stored.quantization_config = quantised | {"dequantize": True}  # on a GPU, too
         model, info = kind.from_pretrained(
-            folder, config=model_config, output_loading_info=True, dtype=torch.float32
+            folder, config=stored, output_loading_info=True, dtype=torch.float32
         )
 
+    refuse_scales(info["unexpected_keys"], flag)
     absent = sorted(info["missing_keys"])  # transformers itself raises on a wrong shape
     if absent:
         fault = f"{len(absent)} weights are not in the checkpoint, e.g. {absent[0]}"
         raise UserError(f"{flag}: {fault}")
-    return model, f"{type(model).__name__} from {name} (no optimizer state)"
+    words = f"{type(model).__name__} from {name}"
+    if quantised:
+        words += f", {quantised['quant_method']} read as float32"
+    return model.float(), f"{words} (no optimizer state)"
+
+
+def refuse_scales(names, flag):
+    """UserError if these stored weights, which a model does not take, are scales of others."""
+    for name in sorted(names):
+        if re.search(r"weight_scale(_inv)?$|_scales$", name):
+            words = f"its weights are quantised, and nothing here reads {name}"
+            raise UserError(f"{flag}: {words}; give it in bfloat16 or float32")
 
 
 def transformer_blocks(model):

@@ -114,6 +114,8 @@ class Config:
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
     # max tokens per micro-batch (auto[:GIB]: what fits)
     ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    # the same for values, which keep no activations for a backward (None: twice as many)
+    forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
     # cut mini-batches in random order (by seed, update, epoch), not in row order
     shuffle: bool = True
@@ -612,6 +614,7 @@ class DataParallelPPOCritic:
         self.optimizer = build_optimizer(self.model, config, self.peak_lr)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
+        self.max_tokens_forward = 0  # the same without a backward
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
@@ -622,11 +625,11 @@ class DataParallelPPOCritic:
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
         self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
 
-    def plan_micro_batches(self, rows):
+    def plan_micro_batches(self, rows, max_tokens):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
         c = self.config
         padded = not c.use_remove_padding
-        return micro_batches(rows, self.layout.dp_size, self.max_tokens, c.share_prompts, padded)
+        return micro_batches(rows, self.layout.dp_size, max_tokens, c.share_prompts, padded)
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
@@ -703,7 +706,7 @@ class DataParallelPPOCritic:
     def compute_values(self, batch, rows):
         """(T,) float32 values of the batch's actions, zero elsewhere; on the host."""
         self.model.eval()
-        table = self.plan_micro_batches(rows)
+        table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
         pieces = self.cut(local, table)
         values = []
@@ -802,7 +805,7 @@ class DataParallelPPOCritic:
         """This rank's rows of a mini-batch, with the weights of their losses, and the table of
         micro-batches."""
         c = self.config
-        table = self.plan_micro_batches(mini)
+        table = self.plan_micro_batches(mini, self.max_tokens)
         local = self.fetch(batch, table)
         local.weights = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
@@ -944,7 +947,8 @@ class CriticWorker:
         check_model(self)
 
     def set_budget(self, longest, row, halvings=None):
-        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row is longer.
+        """Sets the tokens per micro-batch, of updates and of values, which do not depend on it.
+        UserError: a row is longer.
 
         longest: tokens of the longest row to expect; row: words that name it. halvings: how often
         memory has run out, see common.Checkpoints."""
@@ -963,11 +967,15 @@ class CriticWorker:
             if budget < least:
                 raise UserError(f"{flag} auto: {row} of {longest} tokens does not fit")
 
+        forward = config.forward_max_token_len_per_gpu or 2 * budget
+
         # a row that is longer than announced comes here again, and must not undo this
         if self.halvings:
             budget = max(budget >> self.halvings, least)
+            forward = max(forward >> self.halvings, least)
             print0(f"memory     ran out before, so {flag} is lowered to {budget}")
         self.critic.max_tokens = budget * together // unit * unit
+        self.critic.max_tokens_forward = forward * together // unit * unit
 
     def state_bytes(self):
         """What weights, gradients and optimizer state will take in this rank's device memory."""
@@ -999,7 +1007,7 @@ class CriticWorker:
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         self.check_ready()
         longest, row = max(((row.length, row.row_id) for row in rows), default=(0, -1))
-        if longest > self.critic.max_tokens:
+        if longest > min(self.critic.max_tokens, self.critic.max_tokens_forward):
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
         if any(batch.multi_modal_inputs or ()) and not self.critic.image_processor:
@@ -1168,7 +1176,7 @@ class CriticWorker:
             if RANK == 0:
                 if self.config.lora_rank:
                     state = merge_lora(state, self.config, self.model_config)
-                save_hf(state, self.model_config, tmp)
+                save_hf(state, common.exported_config(self.model_config), tmp)
                 for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
 
@@ -1204,13 +1212,15 @@ def check_model_flags(config, model_config):
 
 
 def check_budget(config, longest, row):
-    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
+    """The smallest budget for the longest row; UserError if a flag gives less. row: words that name
+    it."""
     together, unit = row_sharing(config)
     least = (longest + -longest % unit) // together
-    given = config.ppo_max_token_len_per_gpu
-    if isinstance(given, int) and given < least:
-        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
-        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
+    for name in ("ppo", "forward"):
+        given = getattr(config, f"{name}_max_token_len_per_gpu")
+        if isinstance(given, int) and given < least:
+            flag = f"{config.prefix}{name}-max-token-len-per-gpu {given}"
+            raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
     return least
 
 

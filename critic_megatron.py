@@ -112,6 +112,8 @@ class Config:
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
     # max tokens per micro-batch (auto[:GIB]: what fits)
     ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    # the same for values, which keep no activations for a backward (None: twice as many)
+    forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
     # cut mini-batches in random order (by seed, update, epoch), not in row order
     shuffle: bool = True
@@ -386,6 +388,7 @@ def read_weights(config, model_config):
         flag = f"{config.prefix}model"
         with blame(f"{flag} {config.model}: its weights do not load"):
             tensors = StoredTensors(common.local_folder(config.model), "model.", flag)
+        common.refuse_scales(tensors, f"{flag} {config.model}")
         origin = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
 
     words = common.init_value_head(head, config, model_config)
@@ -698,6 +701,7 @@ class MegatronPPOCritic:
         self.masters = find_masters(self.optimizers)
         fill(self, tensors, f"{config.prefix}model {config.model}")
         self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
+        self.max_tokens_forward = 0  # the same without a backward
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
 
@@ -708,11 +712,11 @@ class MegatronPPOCritic:
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
         self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
 
-    def plan_micro_batches(self, rows):
+    def plan_micro_batches(self, rows, max_tokens):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
         c = self.config
         padded = not c.use_remove_padding
-        table = micro_batches(rows, self.layout.dp_size, self.max_tokens, c.share_prompts, padded)
+        table = micro_batches(rows, self.layout.dp_size, max_tokens, c.share_prompts, padded)
 
         # virtual stages need a multiple of the number of stages
         multiple = c.pipeline_model_parallel_size if len(self.model) > 1 else 1
@@ -823,7 +827,7 @@ class MegatronPPOCritic:
     def compute_values(self, batch, rows):
         """(T,) float32 values of the batch's actions, zero elsewhere; on the host."""
         self.model.eval()
-        table = self.plan_micro_batches(rows)
+        table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
         pieces = self.cut(local, table)
         values = []
@@ -920,7 +924,7 @@ class MegatronPPOCritic:
         """This rank's rows of a mini-batch, with the weights of their losses, and the table of
         micro-batches."""
         c = self.config
-        table = self.plan_micro_batches(mini)
+        table = self.plan_micro_batches(mini, self.max_tokens)
         local = self.fetch(batch, table)
         local.weights = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
@@ -1083,7 +1087,8 @@ class CriticWorker:
         print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
 
     def set_budget(self, longest, row, halvings=None):
-        """Sets the tokens per micro-batch; updates do not depend on it. UserError: a row is longer.
+        """Sets the tokens per micro-batch, of updates and of values, which do not depend on it.
+        UserError: a row is longer.
 
         longest: tokens of the longest row to expect; row: words that name it. halvings: how often
         memory has run out, see common.Checkpoints."""
@@ -1102,11 +1107,15 @@ class CriticWorker:
             if budget < least:
                 raise UserError(f"{flag} auto: {row} of {longest} tokens does not fit")
 
+        forward = config.forward_max_token_len_per_gpu or 2 * budget
+
         # a row that is longer than announced comes here again, and must not undo this
         if self.halvings:
             budget = max(budget >> self.halvings, least)
+            forward = max(forward >> self.halvings, least)
             print0(f"memory     ran out before, so {flag} is lowered to {budget}")
         self.critic.max_tokens = budget * together // unit * unit
+        self.critic.max_tokens_forward = forward * together // unit * unit
 
     def state_bytes(self):
         """What weights, gradients and optimizer state will take in this rank's device memory."""
@@ -1136,7 +1145,7 @@ class CriticWorker:
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         self.check_ready()
         longest, row = max(((row.length, row.row_id) for row in rows), default=(0, -1))
-        if longest > self.critic.max_tokens:
+        if longest > min(self.critic.max_tokens, self.critic.max_tokens_forward):
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
         if any(batch.multi_modal_inputs or ()) and not self.critic.image_processor:
@@ -1315,11 +1324,12 @@ class CriticWorker:
         # without transformers' class for it, the head is a file of its own, next to a backbone
         head = {}
         kinds = transformers.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
-        if type(self.model_config) not in kinds:
+        model_config = common.exported_config(self.model_config)
+        if type(model_config) not in kinds:
             kinds = transformers.MODEL_MAPPING
             head = {name: state.pop(name) for name in list(state) if name.startswith("score.")}
             state = {name.removeprefix("model."): x for name, x in state.items()}
-        self.model_config.architectures = [kinds[type(self.model_config)].__name__]
+        model_config.architectures = [kinds[type(model_config)].__name__]
 
         # which file has which weight
         file = f"model-{RANK:05d}.safetensors"
@@ -1332,7 +1342,7 @@ class CriticWorker:
                     save_file(weights, f"{tmp}/{path}", metadata={"format": "pt"})
             common.write_json(f"{tmp}/model.safetensors.index.json", index)
             if RANK == 0:
-                for part in filter(None, (self.model_config, self.tokenizer)):
+                for part in filter(None, (model_config, self.tokenizer)):
                     part.save_pretrained(tmp)
 
 
@@ -1381,13 +1391,15 @@ def check_model_flags(config, model_config):
 
 
 def check_budget(config, longest, row):
-    """The smallest budget for the longest row; UserError if given less. row: words that name it."""
+    """The smallest budget for the longest row; UserError if a flag gives less. row: words that name
+    it."""
     together, unit = row_sharing(config)
     least = (longest + -longest % unit) // together
-    given = config.ppo_max_token_len_per_gpu
-    if isinstance(given, int) and given < least:
-        flag = f"{config.prefix}ppo-max-token-len-per-gpu {given}"
-        raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
+    for name in ("ppo", "forward"):
+        given = getattr(config, f"{name}_max_token_len_per_gpu")
+        if isinstance(given, int) and given < least:
+            flag = f"{config.prefix}{name}-max-token-len-per-gpu {given}"
+            raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
     return least
 
 
@@ -1796,9 +1808,8 @@ def computed_otherwise(model_config, names):
     """Words on what Megatron's layers would compute otherwise. names: weights of the skeleton."""
     c = model_config
     odd = []
-    for field, x in {"hidden_act": "silu", "quantization_config": None}.items():
-        if getattr(c, field, x) != x:
-            odd.append(f"{field} {getattr(c, field)}")
+    if getattr(c, "hidden_act", "silu") != "silu":
+        odd.append(f"hidden_act {c.hidden_act}")
 
     # it has biases in all matrices, or in those of queries, keys and values, or in none
     of_matrices = ("q_proj.bias", "o_proj.bias", ("down_proj.bias", "down_proj_bias"))

@@ -146,6 +146,8 @@ class ActorConfig:
 
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
     ppo_max_token_len_per_gpu: Positive = 16384  # max tokens per micro-batch, a hard cap
+    # the same for log-probs, which keep no activations for a backward (None: twice as many)
+    forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
 
     # ---- loss
@@ -736,9 +738,11 @@ def check_models(run, tokenizer, model_config, longest, known):
         with blame(f"{config.prefix}model: does not fit these prompts"):
             common.check_length(longest, LONGEST, model)
             common.check_rows(ids, model)
-    if longest > actor.ppo_max_token_len_per_gpu:
-        flag = "--actor.ppo-max-token-len-per-gpu"
-        raise UserError(f"{flag}: give at least {longest}, for {LONGEST}")
+    for name in ("ppo", "forward"):
+        given = getattr(actor, f"{name}_max_token_len_per_gpu")
+        if given and longest > given:
+            flag = f"--actor.{name}-max-token-len-per-gpu"
+            raise UserError(f"{flag}: give at least {longest}, for {LONGEST}")
     if critic_tokenizer and tokenizer.get_vocab().items() - critic_tokenizer.get_vocab().items():
         wrong = "has other token ids than the actor's; give both one tokenizer"
         raise UserError(f"--critic.tokenizer: {wrong}")
@@ -870,13 +874,14 @@ def build(run, task, device, checkpoints):
     # the actor, and the reference, which is the actor before training
     actor = PolicyWorker(run, task, device)
     actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
+    actor.max_tokens_forward = max(actor.max_tokens_forward >> halvings, task.longest)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
     reference = None
     if run.uses_reference:
         reference = away(PolicyWorker(run, task, device, trains=False))
-        reference.max_tokens = actor.max_tokens
+        reference.max_tokens_forward = actor.max_tokens_forward
 
     # the reward
     reward = task.reward
@@ -1814,11 +1819,13 @@ class PolicyWorker:
         model_config = task.model_config
         self.run = run
         self.config = config
+        self.model_config = model_config
         self.device = device
         self.critic_script = critic_module(run.backend)
         self.images = task.images
         self.dtype = common.compute_dtype(config.param_dtype, device)
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
+        self.max_tokens_forward = config.forward_max_token_len_per_gpu or 2 * self.max_tokens
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
 
@@ -1926,9 +1933,9 @@ class PolicyWorker:
 
     # ---- batches
 
-    def plan_micro_batches(self, rows):
+    def plan_micro_batches(self, rows, max_tokens):
         """Micro-batches of these Rows for each rank, as lists of Rows, with shared prompts."""
-        return self.critic_script.micro_batches(rows, WORLD_SIZE, self.max_tokens, True)
+        return self.critic_script.micro_batches(rows, WORLD_SIZE, max_tokens, True)
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
@@ -1979,8 +1986,10 @@ class PolicyWorker:
     @common.dp_compute_proto()
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
-        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0."""
-        table = self.plan_micro_batches(rows)
+        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
+        UserError: a row does not fit the model."""
+        common.check_rows(batch, self.model_config)
+        table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
         log_probs = []
         try:
@@ -2007,7 +2016,9 @@ class PolicyWorker:
         needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
     )
     def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics."""
+        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
+        UserError: a row does not fit the model."""
+        common.check_rows(batch, self.model_config)
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -2036,7 +2047,7 @@ class PolicyWorker:
 
         # this rank's rows; their weights come from the whole mini-batch
         config = self.config
-        table = self.plan_micro_batches(mini)
+        table = self.plan_micro_batches(mini, self.max_tokens)
         local = self.fetch(batch, table)
         local.weights = common.loss_weights(
             local, config.loss_agg_mode, self.run.max_response_length, rows=mini

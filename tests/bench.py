@@ -480,7 +480,6 @@ def step_of_a_rank(own, ranks, spent):
     CPU seconds}."""
     critic = object.__new__(critic_fsdp.DataParallelPPOCritic)
     critic.config = critic_fsdp.Config()
-    critic.max_tokens = 16384
     all_ranks = list(range(ranks))
     critic.layout = SimpleNamespace(
         dp_size=ranks, dp_rank=common.RANK, dp_ranks=all_ranks, gives_values=[True] * ranks
@@ -493,7 +492,7 @@ def step_of_a_rank(own, ranks, spent):
     for number in range(4):
         rows = timed("told", common.rows_of_all_ranks, own)
         if number % 2 == 0:
-            table = timed("plan", critic.plan_micro_batches, rows)
+            table = timed("plan", critic.plan_micro_batches, rows, 16384)
             local = timed("moved", critic.fetch, own, table)
             values = [torch.zeros(common.tokens_of(part)) for part in table[critic.layout.dp_rank]]
             timed("moved", critic.give_back, values, local, table, own)
@@ -504,7 +503,7 @@ def step_of_a_rank(own, ranks, spent):
         quarter = len(ordered) // 4
         for first in range(0, len(ordered), quarter):
             mini = ordered[first : first + quarter]
-            table = timed("plan", critic.plan_micro_batches, mini)
+            table = timed("plan", critic.plan_micro_batches, mini, 16384)
             local = timed("moved", critic.fetch, own, table)
             timed("weights", common.loss_weights, local, "token-mean", None, (), mini)
 

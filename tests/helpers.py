@@ -231,7 +231,7 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
         noise = lambda mask=mask: torch.randn(len(mask), generator=g) * mask
         truncated = torch.rand(1, generator=g) < 0.3
         columns = {name: noise() for name in ("token_level_rewards", "values", "returns")}
-        ends = torch.tensor([0, len(ids)], dtype=torch.int32)
+        ends = torch.tensor([0, len(ids)])
         rows.append(common.Batch(ids, ends, mask, torch.tensor([i]), truncated, **columns))
     return common.concat(rows)
 

@@ -60,9 +60,7 @@ def policy(
     known = model_config.get_text_config().vocab_size
     media = ppo_loop.media_ids(model_config, known) if images else ()
     task = a_task(model_config=model_config, images=reader, media_ids=media)
-    worker = PolicyWorker(run, task, common.setup_distributed(), trains)
-    worker.model_config = model_config
-    return worker
+    return PolicyWorker(run, task, common.setup_distributed(), trains)
 
 
 def plain(w, dtype=torch.float32):

@@ -250,6 +250,9 @@ def check_export(path, batch, values, head, span, rtol=0):
     assert not any(info.values()), (path, info)
     assert model.config.value_range == (span and list(span))
     assert model.config.num_labels == (51 if head == "hl_gauss" else 1)
+    if head != "hl_gauss":
+        assert model.config.problem_type == "regression"
+        assert model.config.id2label == {0: "logit" if span else "value"}
     expected, _ = plain_loop(batch, outputs_of, values_by_hand(head, span))
     torch.testing.assert_close(values, expected, rtol=rtol, atol=1e-5)
     return model

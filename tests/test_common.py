@@ -25,6 +25,7 @@ import transformers
 from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, worker, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save_file
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -109,6 +110,21 @@ def test_no_padded_rows_are_an_empty_batch():
     none = common.from_padded(torch.zeros(0, 8).long(), *[torch.zeros(0, 8)] * 3)
     assert len(none) == len(none.input_ids) == 0
     assert none.cu_seqlens.tolist() == [0]
+
+
+def test_a_batch_has_more_tokens_than_int32_can_count():
+    many = 2**31
+    ids = torch.zeros(1, dtype=torch.int64).expand(many + 3)  # takes no memory
+    batch = common.Batch(
+        input_ids=ids,
+        cu_seqlens=common.cumulative([many, 3]),
+        response_mask=ids[:1].bool().expand(len(ids)),
+        row_id=torch.tensor([0, 1]),
+        truncated=torch.tensor([False, False]),
+    )
+    assert common.check(batch).longest == (many, 0)
+    assert batch.token_index([1]).tolist() == [many, many + 1, many + 2]
+    assert batch.select([1]).cu_seqlens.tolist() == batch.split(1)[1].cu_seqlens.tolist() == [0, 3]
 
 
 NO_ACTION = [0] * 8
@@ -720,6 +736,16 @@ def test_packed_attention_refuses_options_that_it_would_ignore(case):
         common.packed_attention(query=q, key=q, value=q, **options)
 
 
+@pytest.mark.parametrize("kind", ["indexed_attention", "hybrid_sliding", "chunked_attention"])
+@pytest.mark.parametrize("mixer", [nn.Linear(1, 1), nn.Sequential(nn.Conv1d(1, 1, 1))], ids=str)
+def test_layers_of_a_kind_that_nobody_has_packed_are_refused(kind, mixer):
+    """Also next to recurrent ones."""
+    decoder = nn.Sequential(mixer)
+    decoder.config = types.SimpleNamespace(layer_types=["full_attention", kind])
+    with refused(f"Sequential has layers that cannot be packed: {kind}"):
+        common.pack_recurrent(decoder)
+
+
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("name, softcap", [("flash", None), ("flash", 2.0), ("varlen", None)])
 def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, window, monkeypatch):
@@ -731,6 +757,7 @@ def test_the_gpu_kernels_are_called_with_the_right_arguments(name, softcap, wind
     def flash(q, k, v, cu_q, cu_k, max_q, max_k, softmax_scale, causal, window_size, softcap=None):
         ends = (cu_q.diff().tolist(), cu_k.diff().tolist())
         assert ends == (QUERIES, KEYS)
+        assert cu_q.dtype == cu_k.dtype == torch.int32
         assert (max_q, max_k) == (7, 7)
         assert q.is_contiguous()
         assert causal
@@ -865,11 +892,11 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, terminal):
     batch = random_batch(16, vocab_size=60, idle=False)
     w = worker(script=script, ppo_mini_batch_size=8, ppo_epochs=2)
     w.set_budget(batch.longest[0], "a row")
-    w.critic.max_tokens = 64
+    w.critic.max_tokens = w.critic.max_tokens_forward = 64
     terminal.truncate(0)
 
     w.compute_values(batch)
-    n = len(w.critic.plan_micro_batches(common.describe(batch))[0])
+    n = len(w.critic.plan_micro_batches(common.describe(batch), 64)[0])
     said = re.findall(r"values: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
     assert n > 4
     assert said == [(f"{i}", f"{n}") for i in range(n + 1)]
@@ -913,6 +940,21 @@ def test_contents_are_on_the_disk_before_a_rename_and_the_rename_after_it(tmp_pa
         assert inode(tmp_path) in flushed
         for part in (folder, folder / "actor"):  # a part has no manifest of its own
             common.verify(str(part))
+
+
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o002])
+def test_the_umask_decides_who_may_read_what_is_saved(mask, tmp_path):
+    """safetensors writes files of mode 600."""
+    common.setup_distributed()
+    before = os.umask(mask)
+    with common.published(str(tmp_path / "hf")) as tmp:
+        pathlib.Path(tmp, "actor").mkdir()
+        for name in ("model", "actor/model"):
+            save_file({"x": torch.zeros(1)}, f"{tmp}/{name}.safetensors")
+    os.umask(before)
+    files = [path for path in tmp_path.rglob("*") if path.is_file()]
+    modes = {path.stat().st_mode & 0o777 for path in files}
+    assert len(files) == 3 and modes == {0o666 & ~mask}
 
 
 def published_folder(tmp_path):

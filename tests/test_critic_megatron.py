@@ -206,9 +206,6 @@ BAD_MODELS = {  # words of the error -> a model that causes it
     "norm_topk_prob False": transformers.Glm4MoeConfig(**SIZES, norm_topk_prob=False),
     "topk_group 2 of n_group 4": transformers.Glm4MoeConfig(**SIZES, n_group=4, topk_group=2),
     "hidden_act gelu": transformers.LlamaConfig(**SIZES, hidden_act="gelu"),
-    "quantization_config": transformers.LlamaConfig(
-        **SIZES, quantization_config={"quant_method": "fp8"}
-    ),
     "--no-sequence-parallel": transformers.MixtralConfig(**SIZES, num_local_experts=4),
 }
 
@@ -253,7 +250,7 @@ def critic_of(rank=0, dp_size=1, **fields):
     critic.config = config
     critic.layout = types.SimpleNamespace(device="cpu", cp_rank=rank, dp_size=dp_size, dp_rank=0)
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
-    critic.max_tokens = critic.computed = 0
+    critic.computed = 0
     return critic
 
 
@@ -272,10 +269,13 @@ def test_the_longest_row_fits_with_its_padding_and_after_every_halving(fields, l
     worker.critic.flops = lambda n: n
     assert worker.critic.max_tokens == least * config.context_parallel_size
     row = common.Batch.blank(101)
-    assert worker.critic.plan_micro_batches(common.describe(row)) == [[common.describe(row)]]
-    tight = dataclasses.replace(config, ppo_max_token_len_per_gpu=least - 1)
-    with pytest.raises(UserError, match=f"per-gpu {least - 1}: row 7 .* 101 tokens; .* {least}$"):
-        cm.check_budget(tight, 101, "row 7")
+    rows = common.describe(row)
+    assert worker.critic.plan_micro_batches(rows, worker.critic.max_tokens) == [[rows]]
+    for name in ("ppo", "forward"):
+        tight = dataclasses.replace(config, **{f"{name}_max_token_len_per_gpu": least - 1})
+        flag = f"--{name}-max-token-len-per-gpu {least - 1}"
+        with pytest.raises(UserError, match=f"{flag}: row 7 .* 101 tokens; .* {least}$"):
+            cm.check_budget(tight, 101, "row 7")
 
 
 def test_names_of_weights():
@@ -339,9 +339,8 @@ def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vp
         dp_size=3, **{PP: 2, "virtual_pipeline_model_parallel_size": vpp, TP: 2, CP: 2}
     )
     critic.flops = lambda n: n
-    critic.max_tokens = 2 * 44
     batch = random_batch(23, seed=4, prompts=3)
-    table = critic.plan_micro_batches(common.describe(batch))
+    table = critic.plan_micro_batches(common.describe(batch), 2 * 44)
     for rows in itertools.chain(*table):
         micro = batch.select([row.index for row in rows]) if rows else common.Batch.blank()
         slots, _ = critic.lay_out(micro)

@@ -35,7 +35,7 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
     critic's value of the rest. With --bootstrap-truncated the critic estimates the missing part of
     rows that were cut off, whatever lambda is."""
     mask = torch.tensor([0, 1, 1, 1]).bool()
-    ends = torch.tensor([0, 4], dtype=torch.int32)
+    ends = torch.tensor([0, 4])
     rewards = torch.tensor([0.0, 1.0, 2.0, 4.0])
     values = torch.tensor([0.0, 0.5, -3.0, 0.25])
     for lam, answer in ((1.0, [0, 7, 6, 4]), (0.0, [0, 1 - 3, 2 + 0.25, 4])):

@@ -140,7 +140,8 @@ def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     "--vllm.tensor-parallel-size 2",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
     "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
-    "--critic.ppo-max-token-len-per-gpu 13",
+    "--critic.ppo-max-token-len-per-gpu 13", "--critic.forward-max-token-len-per-gpu 13",
+    "--actor.forward-max-token-len-per-gpu 13",
     '--critic.model tiny-gpt2 --critic.override-config {"vocab_size":50}',
     '--critic.model tiny-gpt2 --critic.override-config {"n_positions":13}',
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
@@ -191,7 +192,8 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
 
     halved = types.SimpleNamespace(folder=None, halvings=9)
     actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
-    assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    assert actor.max_tokens_forward == reference.max_tokens_forward == 2 * 16384 >> 9
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     assert "answers " not in capsys.readouterr().out

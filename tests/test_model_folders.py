@@ -7,10 +7,12 @@ import shutil
 import peft
 import pytest
 import torch
+import torch.nn as nn
 import transformers
-from helpers import refused
+from helpers import refused, worker
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
+from torch.testing import assert_close
 
 import common
 import critic_fsdp
@@ -172,6 +174,24 @@ def test_a_trained_head_is_read_under_every_name(stem, base, tmp_path):
     assert_both_read(tmp_path, base, *head.values(), torch.zeros(1))
 
 
+@pytest.mark.parametrize("file", ["model.safetensors", "value_head.safetensors"])
+def test_the_head_that_peft_has_trained_is_read_and_not_the_one_before(file, base, tmp_path):
+    config = transformers.Qwen2Config(**CONFIG.to_dict() | {"num_labels": 1})
+    model = transformers.AutoModelForTokenClassification.from_config(config)
+    options = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["score"])
+    wrapper = peft.get_peft_model(model, options).base_model.model.score
+    nn.init.normal_(wrapper.modules_to_save["default"].weight)
+    trained = wrapper.modules_to_save["default"].state_dict()
+
+    # as it is called in a folder's weights, or in a file of its own
+    stem = "base_model.model.score." if file == "model.safetensors" else ""
+    head = {f"{stem}{name}": x for name, x in wrapper.state_dict().items()}
+    save_safe(tmp_path, base)
+    weights = base if file == "model.safetensors" else {}
+    save_file(weights | head, tmp_path / file, {"format": "pt"})
+    assert_both_read(tmp_path, base, trained["weight"], trained["bias"])
+
+
 UNFIT = {  # heads, of which no one is the one layer with one output that is needed
     "two layers": {**linear("score.0", 64), **linear("score.2")},
     "a layer of a fork": {**linear("score.hidden", 64), **linear("score")},
@@ -325,6 +345,36 @@ def test_a_download_that_fails_is_named(monkeypatch):
             read(script, "some/critic")
 
 
+# ---- What others read from an export -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_an_export_is_a_regression_of_each_token_and_another_one_of_each_row(script, tmp_path):
+    """Its token classifier has the critic's values, its sequence classifier what follows the row,
+    without the bias. A pipeline makes 1 of everything."""
+    critic = worker(script=script)
+    for p in critic.critic.model.parameters():
+        if p.numel() == 1:
+            p.data.fill_(0.5)  # the bias of the head
+    row = common.Batch.blank(7)
+    row.input_ids = torch.arange(20, 27)
+    values = critic.compute_values(row)
+    critic.export_hf(str(tmp_path / "hf"))
+
+    def logits_of(kind):
+        model = kind.from_pretrained(tmp_path / "hf")
+        assert model.config.problem_type == "regression" and model.config.id2label == {0: "value"}
+        return model(row.input_ids[None]).logits.flatten()
+
+    of_tokens = logits_of(transformers.AutoModelForTokenClassification)
+    assert_close(of_tokens[:-1], values[1:])
+    of_row = logits_of(transformers.AutoModelForSequenceClassification)
+    assert_close(of_row, of_tokens[-1:] - 0.5)
+
+    pipeline = transformers.pipeline("token-classification", str(tmp_path / "hf"))
+    assert {(x["entity"], float(x["score"])) for x in pipeline("94+48=")} == {("value", 1.0)}
+
+
 # ---- Folders that are no model, or a damaged one -------------------------------------------------
 
 
@@ -364,6 +414,124 @@ def test_a_merged_adapter_is_read(base, tmp_path):
         weights, words = read(script, merged)
         assert NEW in words
         assert torch.equal(weights[name], expected[name])
+
+
+def as_fp8(x, block=32):
+    """A matrix -> (its numbers in blocks as FP8, the scale of each block, what these make)."""
+    whole = x.unflatten(1, (-1, block)).unflatten(0, (-1, block))
+    scales = whole.abs().amax((1, 3), keepdim=True) / 448  # the largest number
+    fp8 = (whole / scales).to(torch.float8_e4m3fn)
+    made = (fp8.float() * scales).flatten(2).flatten(0, 1)
+    return fp8.flatten(2).flatten(0, 1), scales[:, 0, :, 0], made
+
+
+def save_fp8(folder, base):
+    """Writes a model whose attention is in FP8 -> its weights in float32."""
+    stored = dict(base)
+    plain = dict(base)
+    for name, x in base.items():
+        if "self_attn" in name and name.endswith("proj.weight"):
+            stored[name], stored[f"{name}_scale_inv"], plain[name] = as_fp8(x)
+    save_safe(folder, stored)
+    others = ["lm_head", "mlp"]
+    say_quantised(
+        folder, quant_method="fp8", weight_block_size=[32, 32], modules_to_not_convert=others
+    )
+    return plain
+
+
+def say_quantised(folder, **fields):
+    """Adds to a folder's config how its weights are quantised."""
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"quantization_config": fields}))
+
+
+def save_mxfp4(folder, base):
+    """Writes a gpt-oss, whose experts are in FP4: two numbers a byte, each 32 with an exponent
+    -> its weights in float32."""
+    fields = common.tiny_config("tiny-qwen3", 60) | {"num_local_experts": 4, "head_dim": 16}
+    config = transformers.GptOssConfig(**fields | {"model_type": "gpt_oss"})
+    plain = transformers.AutoModelForCausalLM.from_config(config).state_dict()
+    numbers = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    numbers = torch.cat([numbers, -numbers])
+
+    stored = {}
+    for name, x in plain.items():
+        if not name.endswith(("gate_up_proj", "down_proj")):
+            stored[name] = x.bfloat16()
+            plain[name] = stored[name].float()
+            continue
+
+        # random bytes, as rows of matrices that are transposed
+        experts, width, rows = x.shape
+        bytes_ERGB = torch.randint(256, (experts, rows, width // 32, 16))
+        exponents_ERG = torch.randint(115, 125, bytes_ERGB.shape[:3])
+        pairs = torch.stack([numbers[bytes_ERGB % 16], numbers[bytes_ERGB // 16]], -1)
+        made = pairs.flatten(3) * 2.0 ** (exponents_ERG[..., None] - 127)
+        plain[name] = made.flatten(2).transpose(1, 2)
+        stored[f"{name}_blocks"] = bytes_ERGB.byte()
+        stored[f"{name}_scales"] = exponents_ERG.byte()
+    config.save_pretrained(folder)
+    save_file(stored, folder / "model.safetensors", {"format": "pt"})
+    say_quantised(folder, quant_method="mxfp4")
+    return plain
+
+
+QUANTISED = {"fp8": save_fp8, "mxfp4": save_mxfp4}
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_are_read_as_float32_and_saved_so(kind, base, tmp_path, capsys):
+    plain = QUANTISED[kind](tmp_path / "model", base)
+    critic = worker(model=str(tmp_path / "model"))
+    assert f", {kind} read as float32 (no optimizer state)" in capsys.readouterr().out
+    critic.export_hf(tmp_path / "hf")
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+
+    auto = transformers.AutoModelForTokenClassification
+    saved = auto.from_pretrained(tmp_path / "hf")
+    for name, x in saved.state_dict().items():
+        assert x.dtype == torch.float32
+        assert name.startswith("score") or torch.equal(x, plain[name]), name
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_quantised_weights_are_float32_also_where_a_gpu_could_take_them(
+    kind, base, tmp_path, monkeypatch
+):
+    plain = QUANTISED[kind](tmp_path, base)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    weights, _ = read(critic_fsdp, tmp_path)
+    assert {x.dtype for x in weights.values()} == {torch.float32}
+    for name, x in plain.items():
+        assert name == "lm_head.weight" or torch.equal(weights[f"model.{name[6:]}"], x), name
+
+
+@pytest.mark.parametrize("kind", QUANTISED)
+def test_weights_whose_scales_nothing_reads_are_refused(kind, base, tmp_path):
+    """Megatron reads none, nor does transformers if the config does not name them."""
+    QUANTISED[kind](tmp_path, base)
+    begin = f"--model {tmp_path}: its weights are quantised, and nothing here reads "
+    with refused("_scale", begin):
+        read(critic_megatron, tmp_path)
+    path = tmp_path / "config.json"
+    fields = json.loads(path.read_text())
+    del fields["quantization_config"]
+    path.write_text(json.dumps(fields))
+    with refused("_scale", begin):
+        read(critic_fsdp, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "script", [critic_fsdp.Config, critic_megatron.Config, ppo_loop.ActorConfig]
+)
+def test_weights_that_nothing_turns_into_float32_are_refused(script, base, tmp_path):
+    save_safe(tmp_path, base)
+    say_quantised(tmp_path, quant_method="gptq", bits=4)
+    begin = f"{script.prefix}model {tmp_path}: "
+    with refused("is quantised (gptq); give it in bfloat16 or float32", begin):
+        common.load_config(script(model=str(tmp_path)))
 
 
 def cut(path, part=0.5):

@@ -1,12 +1,13 @@
 """The actor and the reference: log-probs, loss and step by plain transformers, and checkpoints."""
 
 import itertools
+import json
 import math
 
 import pytest
 import torch
 import transformers
-from helpers import captured_gradients, full_tensor
+from helpers import captured_gradients, full_tensor, refused
 from ppo_helpers import (
     KINDS,
     TIED,
@@ -107,13 +108,28 @@ def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temp
     assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
 
 
+def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
+    """Beyond max_position_embeddings, dynamic NTK rotates all rows of a forward by the longest."""
+    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
+    fields = {"max_position_embeddings": 24, "rope_parameters": rope, "initializer_range": 0.1}
+    w = policy("tiny-llama", override_config=json.dumps(fields))
+    lm = plain(w)
+    logits = lambda n: lm(torch.arange(n)[None]).logits[0, :8]
+    assert (logits(24) - logits(8)).abs().max() < 1e-4 < (logits(25) - logits(8)).abs().max()
+
+    w.compute_log_probs(common.Batch.blank(24))
+    for method in (w.compute_log_probs, w.update_policy):
+        with refused("25 tokens, more than the model's max_position_embeddings, 24"):
+            method(common.Batch.blank(25))
+
+
 @pytest.mark.parametrize("kind, temperature, fields", ACTORS)
 def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     kind, temperature, fields
 ):
     w, batch, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
-    assert len(w.plan_micro_batches(rows)[0]) > 1
+    assert len(w.plan_micro_batches(rows, w.max_tokens)[0]) > 1
     assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
     loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
     loss.backward()
@@ -157,7 +173,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
     whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
-    assert len(whole.plan_micro_batches(common.describe(batch))[0]) == 1
+    assert len(whole.plan_micro_batches(common.describe(batch), 10_000)[0]) == 1
     with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
     [ours], [theirs] = seen, seen_whole

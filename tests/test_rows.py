@@ -469,7 +469,7 @@ FAULTS = {  # column -> what a user might put there, and words of the answer
         (lambda x: x[:-1], "has"),
     ],
     "cu_seqlens": [
-        (lambda x: x.long(), "must be a (B+1,) tensor of torch.int32"),
+        (lambda x: x.int(), "must be a (B+1,) tensor of torch.int64"),
         (lambda x: x[:-1], "must begin at 0, grow, and end at"),
         (lambda x: torch.cat([x[:-1], x[-1:] - 1]), "must begin at 0, grow, and end at"),
         (lambda x: x + 1, "must begin at 0"),

@@ -573,10 +573,12 @@ def test_memory_that_runs_out_before_the_first_step_counts_too(
 def test_a_longer_row_does_not_undo_the_halving(script):
     critic = worker(script=script, ppo_max_token_len_per_gpu=1000)
     critic.set_budget(20, "the longest row", halvings=2)
-    assert critic.critic.max_tokens == 250
-    critic.critic.max_tokens = 30  # as if rows were longer than announced
-    critic.compute_values(random_batch(4, longest=60, idle=False))
-    assert critic.critic.max_tokens == 250
+    halved = {"max_tokens": 250, "max_tokens_forward": 500}
+    for name in halved:
+        assert getattr(critic.critic, name) == halved[name]
+        setattr(critic.critic, name, 30)  # as if rows were longer than announced
+        critic.compute_values(random_batch(4, longest=60, idle=False))
+        assert {name: getattr(critic.critic, name) for name in halved} == halved
 
 
 def test_everything_is_halved_after_memory_ran_out(tmp_path):
@@ -592,10 +594,12 @@ def test_everything_is_halved_after_memory_ran_out(tmp_path):
     actor, reference, critic, reward, engine = ppo_loop.build(
         *task_of, common.setup_distributed(), halved
     )
-    assert actor.max_tokens == reference.max_tokens == critic.critic.max_tokens == 16384 >> 3
+    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 3
     assert engine.run.rollout_batch_size == 100 >> 3
     reward.worker.compute_values(random_batch(3, vocab_size=60))
     assert reward.worker.critic.max_tokens == 16384 >> 3
+    for halved in (actor, reference, critic.critic, reward.worker.critic):
+        assert halved.max_tokens_forward == 2 * 16384 >> 3
 
 
 def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
