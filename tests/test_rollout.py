@@ -327,13 +327,14 @@ def test_ids_of_images_are_never_drawn_and_have_no_probability():
 def test_rollout_log_probs_and_update_show_how_far_they_are(terminal):
     """Of a rollout that ends early, the rest counts as done."""
     w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
-    w.max_tokens = w.max_tokens_forward = 64
+    w.max_tokens = 64
+    w.max_tokens_forward = 50
     batch = batch_to_learn(w, n=8)
     terminal.truncate(0)
     shown = lambda what: re.findall(rf"{what}: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
 
     w.compute_log_probs(batch)
-    n = len(w.plan_micro_batches(common.describe(batch), 64)[0])
+    n = len(w.plan_micro_batches(common.describe(batch), 50)[0])
     assert n > 2 and shown("log-probs") == [(f"{i}", f"{n}") for i in range(n + 1)]
 
     w.update_policy(batch)
