@@ -614,6 +614,7 @@ class DataParallelPPOCritic:
         self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
 
         # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
         # in `loss` shows here
@@ -753,8 +754,9 @@ class DataParallelPPOCritic:
             words = f"an update of {steps} optimizer steps needs the values from before it"
             raise UserError(f"values: is missing; {words}: call compute_values first")
 
+        self.steps_before = self.optimizer_steps
         common.train_quietly(self.model)
-        self.optimizer.zero_grad()  # an earlier update may have failed halfway
+        self.optimizer.zero_grad()  # what a trial backward has left
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
@@ -795,6 +797,7 @@ class DataParallelPPOCritic:
         if batch.values is None:  # no row has an action
             batch.values = torch.zeros(len(batch.input_ids))
         self.updates += 1
+        self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
@@ -881,8 +884,8 @@ class DataParallelPPOCritic:
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
+            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
             self.optimizer.step()
-            self.optimizer_steps += 1
         self.optimizer.zero_grad()
         return norm
 
@@ -988,12 +991,21 @@ class CriticWorker:
         self.critic.forward_backward(self.critic.micro_batch(batch))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay, as in an update
 
-    def check_ready(self):
-        """RuntimeError unless the model is built and on its device."""
-        if self.critic is None:
+    def check_ready(self, saves=False):
+        """RuntimeError unless the model is built, on its device, and not left by a failed update.
+
+        saves: a failed update may come before, if it has made no optimizer step."""
+        critic = self.critic
+        if critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+
+        # gradients remain, some of them where zero_grad does not reach
+        failed = critic.steps_before is not None
+        if failed and not (saves and critic.steps_before == critic.optimizer_steps):
+            words = "build a new worker and load a checkpoint"
+            raise RuntimeError(f"an earlier update failed halfway: {words}")
 
     def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
@@ -1091,7 +1103,7 @@ class CriticWorker:
         offloaded = self.offloaded
         if offloaded:
             self.onload()
-        self.check_ready()
+        self.check_ready(saves=True)
         yield
         if offloaded:
             self.offload()

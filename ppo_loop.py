@@ -1821,6 +1821,7 @@ class PolicyWorker:
         self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
 
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
@@ -1911,6 +1912,15 @@ class PolicyWorker:
         )
         self.model.reshard()
 
+    def check_ready(self, saves=False):
+        """RuntimeError if a failed update comes before. saves: unless it has made no step."""
+        failed = self.steps_before is not None
+        if failed and not (saves and self.steps_before == self.optimizer_steps):
+            words = "build a new worker and load a checkpoint"
+            raise RuntimeError(f"an earlier update failed halfway: {words}")
+        if failed:
+            self.model.state_dict()  # its hooks shard what the update has left gathered
+
     def offload(self):
         """Moves weights and optimizer state to the host, to free device memory for other phases."""
         for module in self.model.modules():
@@ -1980,6 +1990,7 @@ class PolicyWorker:
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
         """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0."""
+        self.check_ready()
         table = self.plan_micro_batches(rows)
         local = self.fetch(batch, table)
         log_probs = []
@@ -2008,6 +2019,8 @@ class PolicyWorker:
     )
     def update_policy(self, batch, rows):
         """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics."""
+        self.check_ready()
+        self.steps_before = self.optimizer_steps
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -2025,6 +2038,7 @@ class PolicyWorker:
                 norms.append(self.step(batch, mini, totals, done))
 
         self.updates += 1
+        self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("actor", "pg_loss", totals, norms, lr)
 
@@ -2060,8 +2074,8 @@ class PolicyWorker:
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
+            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
             self.optimizer.step()
-            self.optimizer_steps += 1
             totals.update(sums)
         self.optimizer.zero_grad()
         return norm
@@ -2120,11 +2134,13 @@ class PolicyWorker:
 
     def weights(self, dtype=torch.float32):
         """Yields (name, full tensor) for each weight, one at a time (a collective)."""
+        self.check_ready(saves=True)
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, which share memory with model and optimizer."""
+        self.check_ready(saves=True)
         common.onload(self.moments_away)
         tensors = {}
         for name, p in self.model.named_parameters():
@@ -2152,6 +2168,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores a checkpoint of any world size. UserError: damaged or of another model."""
+        self.check_ready()
         saved = common.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))

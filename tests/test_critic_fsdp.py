@@ -594,7 +594,7 @@ def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     metrics, random = [], []
     w.try_out(common.Batch.blank(9))  # gradients without state, as an automatic budget leaves them
     untouched.try_out(common.Batch.blank(9))
-    for p in untouched.critic.parameters:  # as an update leaves them that fails halfway
+    for p in untouched.critic.parameters:  # as a trial backward may leave them
         p.grad.fill_(9.0)
 
     for step, batch in enumerate(batches):
