@@ -240,6 +240,12 @@ class Run:
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
         RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
@@ -259,6 +265,7 @@ warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
 warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
 
 from contextlib import nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from os.path import isdir
 
@@ -300,6 +307,7 @@ class ValueModel(nn.Module):
 
 def build_skeleton(config, model_config):
     """A ValueModel on the meta device: everything but the weights. UserError: cannot be built."""
+    model_config = deepcopy(model_config)  # another model of this config may want other attention
     name = f"{config.prefix}model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
         backbone = AutoModel.from_config(
@@ -686,6 +694,7 @@ class DataParallelPPOCritic:
         group = self.layout.sp_group
         common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
+        common.CurrentPack.check(micro.pack)
         if group:
             out_S = gather_slices(out_S, group)
         return shift(out_S[micro.index_T])
@@ -830,6 +839,7 @@ class DataParallelPPOCritic:
                 micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
             loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
+            common.CurrentPack.check(micro.pack)  # a backward may rerun layers
 
         if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:
             self.free_gathered()  # FSDP1 forgets units without a gradient
@@ -1380,7 +1390,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     checkpoints.begin()
 
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        signal_number = max(of_all_ranks(common.Stop.signal))  # of Ctrl-C or SIGTERM, or 0
+        signal_number = max(of_all_ranks(common.Stop.signal))  # one of SIGNALS, or 0
         ends = step == run.steps or signal_number > 0
 
         # evaluate
@@ -1800,7 +1810,6 @@ def check_model(worker):
         states_of,
         worker.layout.dtype,
         worker.model_config.get_text_config().vocab_size,
-        packed=config.use_remove_padding,
         advice=padding_advice(config),
         unit=worker.layout.sp_size,
     )

@@ -239,6 +239,12 @@ class Run:
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
         RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
@@ -1550,7 +1556,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     checkpoints.begin()
 
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        signal_number = max(of_all_ranks(common.Stop.signal))  # of Ctrl-C or SIGTERM, or 0
+        signal_number = max(of_all_ranks(common.Stop.signal))  # one of SIGNALS, or 0
         ends = step == run.steps or signal_number > 0
 
         # evaluate

@@ -49,6 +49,13 @@ from os.path import exists, realpath
 from time import perf_counter, sleep
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+if __name__ == "__main__":
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
 POOLS = {}  # a user's file -> the processes that call its functions
 
 
@@ -1763,6 +1770,7 @@ class Policy(nn.Module):
         """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         common.CurrentPack.set(micro.pack)
         out = self.lm.base_model(**micro.inputs, use_cache=False)
+        common.CurrentPack.check(micro.pack)
 
         # an action is predicted from the state before it
         hidden_AD = out.last_hidden_state[0, micro.index_T[micro.action_A - 1]]
@@ -2065,6 +2073,7 @@ class PolicyWorker:
             loss, part = self.loss(micro, log_probs_T, entropy_T)
             # the loss is a sum over ranks, but FSDP averages their gradients
             (loss * WORLD_SIZE).backward()
+            common.CurrentPack.check(micro.pack)  # a backward may rerun layers
             sums.update(part)
             done(len(mini) / len(pieces))
 

@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import threading
 
 import helpers
 import pytest
@@ -310,6 +311,38 @@ def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(pac
             UserError, match=f"-max-token-len-per-gpu 50: row {row} has {length} tokens"
         ):
             method(long)
+
+
+def test_attention_stays_when_its_config_is_given_to_another_model():
+    """If somebody switches the attention of the model itself, packed rows notice it."""
+    w = worker()
+    batch = random_batch(12, vocab_size=60, prompts=3)  # transformers cannot share prompts
+    values = w.compute_values(batch)
+    transformers.AutoModel.from_config(w.model_config, attn_implementation="eager")
+    assert torch.equal(w.compute_values(batch), values)
+    w.critic.model.model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="^the attention of packed rows was not called: "):
+        w.compute_values(batch)
+
+
+@pytest.mark.parametrize("nth", [1, 2])  # the forward, and that within the backward
+def test_a_worker_notices_that_another_one_has_run_meanwhile(nth):
+    """In another thread, on rows of equal lengths: no kernel would complain."""
+    w, other = (worker(seed=seed, gradient_checkpointing=True) for seed in (0, 1))
+    batch = batch_for(w)
+    calls = []
+
+    def run_the_other(*_):
+        calls.append(1)
+        if len(calls) == nth:
+            thread = threading.Thread(target=other.compute_values, args=(batch,))
+            thread.start()
+            thread.join()
+
+    w.critic.model.model.layers[0].self_attn.register_forward_hook(run_the_other)
+    with pytest.raises(RuntimeError, match="^another model has run meanwhile"):
+        w.update_critic(batch)
+    assert len(calls) == nth
 
 
 # ---- Precision, schedule, mini-batches -----------------------------------------------------------

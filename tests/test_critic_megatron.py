@@ -189,6 +189,26 @@ def test_an_update_of_several_steps_needs_old_values(script):
     assert w.update_critic(batch)["critic/skipped_steps"] == 1
 
 
+@pytest.mark.parametrize("script", [critic_fsdp, cm])
+def test_what_the_caller_has_set_for_other_models_changes_nothing(script):
+    """Autocast is off within; a default dtype, in which weights would be drawn, is refused."""
+    w, same = (worker(script=script) for _ in range(2))
+    batch = random_batch(12)
+    values = same.compute_values(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(w.compute_values(batch), values)
+        ours = w.update_critic(batch)["critic/grad_norm"]
+    assert ours == same.update_critic(batch)["critic/grad_norm"]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        for call in (partial(w.compute_values, batch), partial(worker, script=script)):
+            with pytest.raises(RuntimeError, match="default dtype is torch.float64, but must be"):
+                call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 @pytest.mark.parametrize("mini, place", [
     (12, "forward"), (12, "backward"), (12, "step"), (6, "forward"),
 ])  # fmt: skip

@@ -248,6 +248,25 @@ def test_a_checkpoint_restores_every_bit(kind, tmp_path):
         policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
 
 
+def test_an_actor_notices_another_model_meanwhile_and_other_attention(monkeypatch):
+    """The other one runs before the backward, which may rerun layers."""
+    w, again = policy(), policy()
+    batch = batch_to_learn(w)
+    loss = w.loss
+
+    def loss_after_another(*args):
+        common.CurrentPack.set(common.Pack([1], "cpu"))
+        return loss(*args)
+
+    monkeypatch.setattr(w, "loss", loss_after_another)
+    with pytest.raises(RuntimeError, match="^another model has run meanwhile"):
+        w.update_policy(batch)
+
+    again.model.lm.base_model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="^the attention of packed rows was not called: "):
+        again.compute_log_probs(batch)
+
+
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place, tmp_path):
     """A new actor that loads the checkpoint goes on as one that has never failed."""
