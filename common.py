@@ -2290,7 +2290,6 @@ def launch(main):
         sleep(5 if message else 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
-    with suppress(OSError):
         sys.stderr.write(legible(message))
         sys.stderr.flush()
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six

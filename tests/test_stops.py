@@ -146,14 +146,19 @@ def test_a_closed_terminal_saves_the_state(tmp_path):
     assert (process.returncode, process.stderr, saved(out)) == (129, "", [2]), process.stderr
 
 
-def test_a_run_goes_on_when_its_reader_has_gone_away(tmp_path):
-    """As behind `| head -1`."""
+@pytest.mark.parametrize("stdout, code, said", [
+    ("a, b = os.pipe(); os.close(a)", 0, ""),
+    ("b = os.open('/dev/full', os.O_WRONLY)", 1, "error: the disk is full (No space left"),
+], ids=["reader", "disk"])  # fmt: skip
+def test_a_run_goes_on_when_its_reader_has_gone_away(stdout, code, said, tmp_path):
+    """As behind `| head -1`, whatever is printed then. A full disk still ends it, and is told."""
     out = tmp_path / "out"
-    breaks = "a, b = os.pipe(); os.dup2(b, 1); os.close(a)"
-    patches = [("common.describe_rows", 1, breaks)]
+    patches = [("common.describe_rows", 1, f"{stdout}; os.dup2(b, 1)")]
+    patches += [("common.describe_update", 1, "print('x' * 10**5, flush=True)")]
     program = patched(tmp_path / "run.py", patches, "critic_fsdp", out, "--steps", 1)
     process = run(sys.executable, program)
-    assert (process.returncode, process.stderr, saved(out)) == (0, "", [1]), process.stderr
+    assert process.returncode == code and saved(out) == [1][code:], process.stderr
+    assert said in process.stderr and bool(said) == bool(process.stderr)
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
