@@ -314,7 +314,7 @@ def test_a_row_above_the_token_budget_is_named_and_no_micro_batch_exceeds_it(pac
 
 
 def test_attention_stays_when_its_config_is_given_to_another_model():
-    """If somebody switches the attention of the model itself, packed rows notice it."""
+    """If the attention of the model itself is switched, packed rows notice it."""
     w = worker()
     batch = random_batch(12, vocab_size=60, prompts=3)  # transformers cannot share prompts
     values = w.compute_values(batch)

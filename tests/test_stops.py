@@ -136,7 +136,7 @@ def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
 
 
 def test_a_closed_terminal_saves_the_state(tmp_path):
-    """As Slurm's warnings do. Both may come; and what nobody reads any more is no fault."""
+    """As Slurm's warnings do. Both may come, and what cannot be printed is no fault."""
     out = tmp_path / "out"
     hangs_up = "a, b = os.openpty(); os.dup2(b, 1); os.close(a); signal.raise_signal(signal.SIGHUP)"
     warned = [("common.checksum", 1, "signal.raise_signal(signal.SIGUSR1)")]
