@@ -30,6 +30,7 @@ H query heads; K key and value heads; D features per head."""
 import codecs
 import collections
 import copy
+import errno
 import fcntl
 import functools
 import gzip
@@ -106,9 +107,21 @@ class UserError(ValueError):
 
 
 def print0(*args):
-    """Prints on rank 0 only."""
-    if RANK == 0:
-        print(*args, flush=True)
+    """Prints on rank 0 only. The run outlives its reader, as of `| head`, and its terminal."""
+    if RANK:
+        return
+    try:
+        print(legible(" ".join(map(str, args))), flush=True)
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+
+
+def legible(text):
+    """The text, with control characters written out: those of a user's file could change what a
+    terminal shows."""
+    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
 
 
 def of_all_ranks(mine, group=None):
@@ -739,6 +752,7 @@ def dp_compute_proto(needs=(), may_have=()):
     def decorate(method):
         @functools.wraps(method)
         def call(self, batch):
+            check_default_dtype()
             check(batch, needs)
             unused = dict.fromkeys(set(Batch.FLOATS).difference(needs, may_have))
             batch = replace(batch, **unused)
@@ -748,14 +762,23 @@ def dp_compute_proto(needs=(), may_have=()):
                 if len(set(of_all_ranks(getattr(batch, name) is None))) > 1:
                     raise UserError(f"{name}: only some ranks' batches have this column")
 
+            # the caller's autocast is for its own models
             rows = rows_of_all_ranks(batch)
-            with torch.profiler.record_function(method.__name__):
+            autocast = torch.autocast(self.device.type, enabled=False)
+            with torch.profiler.record_function(method.__name__), autocast:
                 return method(self, batch, rows)
 
         del call.__wrapped__  # or help would show an argument that callers do not pass
         return call
 
     return decorate
+
+
+def check_default_dtype():
+    """RuntimeError unless new tensors are float32 where nothing else is said."""
+    dtype = torch.get_default_dtype()
+    if dtype != torch.float32:
+        raise RuntimeError(f"torch's default dtype is {dtype}, but must be float32 here")
 
 
 class Row(NamedTuple):
@@ -988,6 +1011,7 @@ class Pack:
         self.key_lengths = key_lengths
         self.keys = keys
         self.row_blocks = None  # for recurrent layers, see row_by_row
+        self.used = False  # whether attention has read it
 
         # for attention by pieces
         self.pieces = []
@@ -1015,6 +1039,15 @@ class CurrentPack:
         """The pack, and the ranks that share it, for the layers of the next forward."""
         cls.pack = pack
         cls.group = group
+
+    @classmethod
+    def check(cls, pack):
+        """RuntimeError unless the layers have read this pack, which was set before them."""
+        if cls.pack is not pack:
+            raise RuntimeError("another model has run meanwhile: threads must take turns")
+        if pack and not pack.used:
+            words = "the model has another attn_implementation"
+            raise RuntimeError(f"the attention of packed rows was not called: {words}")
 
 
 def packed_attention(
@@ -1058,6 +1091,7 @@ def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
 
     With half precision on CUDA it runs flash-attn or torch's kernel for packed rows; else SDPA, or
     plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
+    pack.used = True
     if pack.keys is not None:
         k = k[:, :, pack.keys]
         v = v[:, :, pack.keys]
@@ -2070,7 +2104,7 @@ def from_elsewhere(row):
 
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
 # A script calls launch(main) last of all, and main calls setup_distributed. On the way a mistake of
-# the user is a UserError, of one line; Ctrl-C and SIGTERM are noted in Stop for the loop to see.
+# the user is a UserError, of one line; Ctrl-C and its like are noted in Stop for the loop to see.
 
 # torch 2.14 gave it this name, and warns about the one before
 set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
@@ -2115,6 +2149,7 @@ def setup_distributed(timeout_minutes=30.0):
     """Joins the process group -> this rank's torch.device. A collective that takes longer ends the
     run. UserError: this machine's devices do not fit."""
     # each rank of a node has a GPU of its own
+    check_default_dtype()
     device = torch.device("cpu")
     backend = "gloo"
     if torch.accelerator.is_available() and sys.platform != "darwin":  # do not use a Mac's GPU
@@ -2147,21 +2182,26 @@ def compute_dtype(name, device):
 
 
 class Stop:
-    """Whether Ctrl-C (SIGINT) or SIGTERM has told this run to save its state and to end."""
+    """Whether one of SIGNALS has told this run to save its state and to end."""
 
-    signal = 0  # SIGINT or SIGTERM if the loop is to stop, else 0
-    first = 0  # the first of the two since listen, or 0
+    signal = 0  # its number if the loop is to stop, else 0
+    first = 0  # the first one since listen, or 0
     time = 0.0  # when it came
     handlers = {}  # signal -> what handled it before
 
 
+# Ctrl-C, the end of a job, a closed terminal, and what Slurm is asked to send before a time limit
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+
+
 def listen():
-    """From here on Ctrl-C and SIGTERM are noted in Stop, for a loop that can save its state. A
-    second Ctrl-C does what the first one did before."""
+    """From here on SIGNALS are noted in Stop, for a loop that can save its state. A second Ctrl-C
+    does what the first one did before."""
     Stop.signal = 0
     Stop.first = 0
-    for number in (signal.SIGINT, signal.SIGTERM):
-        Stop.handlers.setdefault(number, signal.signal(number, heard))
+    for number in SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:  # by nohup
+            Stop.handlers.setdefault(number, signal.signal(number, heard))
 
 
 def listen_no_more():
@@ -2251,7 +2291,7 @@ def launch(main):
         sleep(5 if message else 1)
     with suppress(OSError):  # the streams may be files on a full disk
         sys.stdout.flush()
-        sys.stderr.write(message)
+        sys.stderr.write(legible(message))
         sys.stderr.flush()
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
@@ -2787,7 +2827,7 @@ class Checkpoints:
             self.lock.close()
 
     def begin(self):
-        """Prints what the loop will save, and lets Ctrl-C and SIGTERM end it after a step."""
+        """Prints what the loop will save, and lets SIGNALS end it after a step."""
         keep = self.keep
         when = f"every {self.every} steps"
         if self.at_evaluations:
@@ -2834,7 +2874,7 @@ class Checkpoints:
 
     def leave(self, step, number):
         """Ends the run after the signal of this number, with exit status 128 + number."""
-        name = "Ctrl-C" if number == signal.SIGINT else "SIGTERM"
+        name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         words = f"stopped after step {step} of {self.out_dir}; continue with --resume auto"
         print0(f"{name:10s} {words}")
         raise SystemExit(128 + number)
@@ -3370,13 +3410,12 @@ def check_skipped_weights(model, flag):
 
 
 @torch.no_grad()
-def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="", unit=1):
+def check_rows_apart(name, states_of, dtype, vocab_size, advice="", unit=1):
     """How far the hidden states of a row together with another one are from those that it has
     alone, relative to their norm. UserError, which begins with `name`: they see each other.
 
     states_of(rows, alone): (T, D) float32 states of all tokens; alone: of one row, computed as
-    transformers does. packed: it packs rows, else it pads them. advice: what to do instead. unit:
-    ranks that share a row.
+    transformers does. advice: what to do instead. unit: ranks that share a row.
 
     The rows have equal prompts of n tokens, and different answers. Four tokens of an answer are
     computed three times: with all that they must not see, with it changed, and with it cut off:
@@ -3402,7 +3441,6 @@ def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="",
     with blame(f"{name} does not run{advice}"):
         together_LD = states_of(rows)[3 * n : 3 * n + 4]
         changed_LD = states_of(changed)[3 * n : 3 * n + 4]
-        kernel = CurrentPack.kernel
         alone_LD = states_of(alone, alone=True)[n:]
     if not (together_LD.isfinite().all() and alone_LD.isfinite().all()):
         words = "has hidden states that are not finite: check its weights and its config"
@@ -3416,11 +3454,6 @@ def check_rows_apart(name, states_of, dtype, vocab_size, packed=True, advice="",
     if leaked > (1e-4 if exact else 1e-2) or off > (1e-4 if exact else 1e-1):
         words = f"lets tokens see later ones or other rows{advice}"
         raise UserError(f"{name} {words} (hidden states differ by {max(leaked, off):.0e})")
-
-    # a model with attention of its own has not called ours
-    if packed and not kernel:
-        words = f"has an attention of its own, which cannot be packed{advice}"
-        raise UserError(f"{name} {words}")
     return off
 
 

@@ -242,6 +242,12 @@ class Run:
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
         RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
@@ -261,6 +267,7 @@ warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
 warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
 
 from contextlib import nullcontext
+from copy import deepcopy
 from datetime import timedelta
 from os.path import isdir
 
@@ -302,6 +309,7 @@ class ValueModel(nn.Module):
 
 def build_skeleton(config, model_config):
     """A ValueModel on the meta device: everything but the weights. UserError: cannot be built."""
+    model_config = deepcopy(model_config)  # another model of this config may want other attention
     name = f"{config.prefix}model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
         backbone = AutoModel.from_config(
@@ -617,6 +625,7 @@ class DataParallelPPOCritic:
         self.max_tokens_forward = 0  # the same without a backward
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
 
         # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
         # in `loss` shows here
@@ -688,6 +697,7 @@ class DataParallelPPOCritic:
         group = self.layout.sp_group
         common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
+        common.CurrentPack.check(micro.pack)
         if group:
             out_S = gather_slices(out_S, group)
         return shift(out_S[micro.index_T])
@@ -756,8 +766,9 @@ class DataParallelPPOCritic:
             words = f"an update of {steps} optimizer steps needs the values from before it"
             raise UserError(f"values: is missing; {words}: call compute_values first")
 
+        self.steps_before = self.optimizer_steps
         common.train_quietly(self.model)
-        self.optimizer.zero_grad()  # an earlier update may have failed halfway
+        self.optimizer.zero_grad()  # what a trial backward has left
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
@@ -798,6 +809,7 @@ class DataParallelPPOCritic:
         if batch.values is None:  # no row has an action
             batch.values = torch.zeros(len(batch.input_ids))
         self.updates += 1
+        self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
@@ -830,6 +842,7 @@ class DataParallelPPOCritic:
                 micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
             loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
+            common.CurrentPack.check(micro.pack)  # a backward may rerun layers
 
         if self.config.strategy == "fsdp1" and WORLD_SIZE == 1:
             self.free_gathered()  # FSDP1 forgets units without a gradient
@@ -884,8 +897,8 @@ class DataParallelPPOCritic:
         if math.isfinite(norm):
             for group in self.optimizer.param_groups:
                 group["lr"] = self.learning_rate()
+            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
             self.optimizer.step()
-            self.optimizer_steps += 1
         self.optimizer.zero_grad()
         return norm
 
@@ -996,12 +1009,21 @@ class CriticWorker:
         self.critic.forward_backward(self.critic.micro_batch(batch))
         self.critic.optimizer.zero_grad(set_to_none=False)  # gradients stay, as in an update
 
-    def check_ready(self):
-        """RuntimeError unless the model is built and on its device."""
-        if self.critic is None:
+    def check_ready(self, saves=False):
+        """RuntimeError unless the model is built, on its device, and not left by a failed update.
+
+        saves: a failed update may come before, if it has made no optimizer step."""
+        critic = self.critic
+        if critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+
+        # gradients remain, some of them where zero_grad does not reach
+        failed = critic.steps_before is not None
+        if failed and not (saves and critic.steps_before == critic.optimizer_steps):
+            words = "build a new worker and load a checkpoint"
+            raise RuntimeError(f"an earlier update failed halfway: {words}")
 
     def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
@@ -1099,7 +1121,7 @@ class CriticWorker:
         offloaded = self.offloaded
         if offloaded:
             self.onload()
-        self.check_ready()
+        self.check_ready(saves=True)
         yield
         if offloaded:
             self.offload()
@@ -1378,7 +1400,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     checkpoints.begin()
 
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        signal_number = max(of_all_ranks(common.Stop.signal))  # of Ctrl-C or SIGTERM, or 0
+        signal_number = max(of_all_ranks(common.Stop.signal))  # one of SIGNALS, or 0
         ends = step == run.steps or signal_number > 0
 
         # evaluate
@@ -1798,7 +1820,6 @@ def check_model(worker):
         states_of,
         worker.layout.dtype,
         worker.model_config.get_text_config().vocab_size,
-        packed=config.use_remove_padding,
         advice=padding_advice(config),
         unit=worker.layout.sp_size,
     )

@@ -241,6 +241,12 @@ class Run:
 
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
         RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
@@ -704,6 +710,7 @@ class MegatronPPOCritic:
         self.max_tokens_forward = 0  # the same without a backward
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
         self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
 
         # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
         # in `loss` shows here
@@ -881,6 +888,7 @@ class MegatronPPOCritic:
             words = f"an update of {steps} optimizer steps needs the values from before it"
             raise UserError(f"values: is missing; {words}: call compute_values first")
 
+        self.steps_before = self.optimizer_steps
         self.model.train()
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
@@ -917,6 +925,7 @@ class MegatronPPOCritic:
         if batch.values is None:  # no row has an action
             batch.values = torch.zeros(len(batch.input_ids))
         self.updates += 1
+        self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("critic", "vf_loss", totals, norms, lr)
 
@@ -1017,8 +1026,8 @@ class MegatronPPOCritic:
             for optimizer in self.optimizers:
                 weights = optimizer.get_parameters()
                 clip_grads.clip_grad_by_total_norm_fp32(weights, most, norm)
+            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
             self.optimizer.step_with_ready_grads()
-            self.optimizer_steps += 1
         self.optimizer.zero_grad()
         return norm
 
@@ -1134,12 +1143,21 @@ class CriticWorker:
         turns = self.config.pipeline_model_parallel_size * min(len(self.critic.model), 2)
         self.critic.forward_backward_all([self.critic.micro_batch(batch)] * turns)
 
-    def check_ready(self):
-        """RuntimeError unless the model is built and on its device."""
-        if self.critic is None:
+    def check_ready(self, saves=False):
+        """RuntimeError unless the model is built, on its device, and not left by a failed update.
+
+        saves: a failed update may come before, if it has made no optimizer step."""
+        critic = self.critic
+        if critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+
+        # gradients remain, some of them where zero_grad does not reach
+        failed = critic.steps_before is not None
+        if failed and not (saves and critic.steps_before == critic.optimizer_steps):
+            words = "build a new worker and load a checkpoint"
+            raise RuntimeError(f"an earlier update failed halfway: {words}")
 
     def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
@@ -1247,7 +1265,7 @@ class CriticWorker:
         offloaded = self.offloaded
         if offloaded:
             self.onload()
-        self.check_ready()
+        self.check_ready(saves=True)
         yield
         if offloaded:
             self.offload()
@@ -1550,7 +1568,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     checkpoints.begin()
 
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
-        signal_number = max(of_all_ranks(common.Stop.signal))  # of Ctrl-C or SIGTERM, or 0
+        signal_number = max(of_all_ranks(common.Stop.signal))  # one of SIGNALS, or 0
         ends = step == run.steps or signal_number > 0
 
         # evaluate

@@ -49,6 +49,13 @@ from os.path import exists, realpath
 from time import perf_counter, sleep
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
+if __name__ == "__main__":
+    # a stream that is closed would be the next file that opens
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(os.devnull, "r+"))
+            os.set_inheritable(number, True)
+
 POOLS = {}  # a user's file -> the processes that call its functions
 
 
@@ -1768,6 +1775,7 @@ class Policy(nn.Module):
         """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
         common.CurrentPack.set(micro.pack)
         out = self.lm.base_model(**micro.inputs, use_cache=False)
+        common.CurrentPack.check(micro.pack)
 
         # an action is predicted from the state before it
         hidden_AD = out.last_hidden_state[0, micro.index_T[micro.action_A - 1]]
@@ -1828,6 +1836,7 @@ class PolicyWorker:
         self.max_tokens_forward = config.forward_max_token_len_per_gpu or 2 * self.max_tokens
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
 
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
@@ -1918,6 +1927,15 @@ class PolicyWorker:
         )
         self.model.reshard()
 
+    def check_ready(self, saves=False):
+        """RuntimeError if a failed update comes before. saves: unless it has made no step."""
+        failed = self.steps_before is not None
+        if failed and not (saves and self.steps_before == self.optimizer_steps):
+            words = "build a new worker and load a checkpoint"
+            raise RuntimeError(f"an earlier update failed halfway: {words}")
+        if failed:
+            self.model.state_dict()  # its hooks shard what the update has left gathered
+
     def offload(self):
         """Moves weights and optimizer state to the host, to free device memory for other phases."""
         for module in self.model.modules():
@@ -1988,6 +2006,7 @@ class PolicyWorker:
     def compute_log_probs(self, batch, rows):
         """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
         UserError: a row does not fit the model."""
+        self.check_ready()
         common.check_rows(batch, self.model_config)
         table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
@@ -2018,7 +2037,9 @@ class PolicyWorker:
     def update_policy(self, batch, rows):
         """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
         UserError: a row does not fit the model."""
+        self.check_ready()
         common.check_rows(batch, self.model_config)
+        self.steps_before = self.optimizer_steps
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
@@ -2036,6 +2057,7 @@ class PolicyWorker:
                 norms.append(self.step(batch, mini, totals, done))
 
         self.updates += 1
+        self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
         return common.update_metrics("actor", "pg_loss", totals, norms, lr)
 
@@ -2062,6 +2084,7 @@ class PolicyWorker:
             loss, part = self.loss(micro, log_probs_T, entropy_T)
             # the loss is a sum over ranks, but FSDP averages their gradients
             (loss * WORLD_SIZE).backward()
+            common.CurrentPack.check(micro.pack)  # a backward may rerun layers
             sums.update(part)
             done(len(mini) / len(pieces))
 
@@ -2071,8 +2094,8 @@ class PolicyWorker:
         if isfinite(norm):
             warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
             self.optimizer.param_groups[0]["lr"] = config.lr * warm
+            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
             self.optimizer.step()
-            self.optimizer_steps += 1
             totals.update(sums)
         self.optimizer.zero_grad()
         return norm
@@ -2131,11 +2154,13 @@ class PolicyWorker:
 
     def weights(self, dtype=torch.float32):
         """Yields (name, full tensor) for each weight, one at a time (a collective)."""
+        self.check_ready(saves=True)
         for name, p in self.model.lm.named_parameters():
             yield name, p.detach().to(dtype).full_tensor()
 
     def checkpoint_tensors(self):
         """All state as one flat dict of tensors, which share memory with model and optimizer."""
+        self.check_ready(saves=True)
         common.onload(self.moments_away)
         tensors = {}
         for name, p in self.model.named_parameters():
@@ -2163,6 +2188,7 @@ class PolicyWorker:
 
     def load_checkpoint(self, folder):
         """Restores a checkpoint of any world size. UserError: damaged or of another model."""
+        self.check_ready()
         saved = common.open_checkpoint(folder, self.shape)
         with blame(f"--resume {folder}: does not fit this actor"):
             dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from unittest import mock
 
 import forked  # noqa: F401  # all groups share one device here, too
 import pytest
@@ -303,6 +304,36 @@ def captured_gradients(critic):
         yield seen
     finally:
         owner.clip_grad_norm_ = clip
+
+
+HALFWAY = "^an earlier update failed halfway: build a new worker and load a checkpoint$"
+
+
+@contextlib.contextmanager
+def interrupted_in(owner, place, nth):
+    """Ctrl-C in what is done within: deep in the nth forward of a critic or a PolicyWorker, in the
+    backward of it, or after the optimizer has stepped."""
+    calls = []
+
+    def press(*_):
+        raise KeyboardInterrupt
+
+    def hook(layer, args, out):
+        calls.append(1)
+        if len(calls) == nth and place != "step":
+            states = out[0] if isinstance(out, tuple) else out
+            press() if place == "forward" else states.register_hook(press)
+
+    names = ("Qwen2DecoderLayer", "TransformerLayer")
+    layers = [m for m in owner.model.modules() if type(m).__name__.endswith(names)]
+    step = "step_with_ready_grads" if hasattr(owner, "modules") else "step"
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(layers[0].register_forward_hook(hook))
+        if place == "step":
+            stack.enter_context(mock.patch.object(owner.optimizer, step, press))
+        stack.enter_context(pytest.raises(KeyboardInterrupt))
+        yield
+    assert len(calls) == nth
 
 
 STRATEGIES = ("fsdp2", "fsdp1", "none")

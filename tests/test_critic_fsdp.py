@@ -8,6 +8,7 @@ import itertools
 import json
 import math
 import re
+import threading
 
 import helpers
 import pytest
@@ -318,6 +319,38 @@ def test_a_row_above_a_token_budget_is_named_and_no_micro_batch_exceeds_it(packe
                 method(common.Batch.blank(length))
 
 
+def test_attention_stays_when_its_config_is_given_to_another_model():
+    """If the attention of the model itself is switched, packed rows notice it."""
+    w = worker()
+    batch = random_batch(12, vocab_size=60, prompts=3)  # transformers cannot share prompts
+    values = w.compute_values(batch)
+    transformers.AutoModel.from_config(w.model_config, attn_implementation="eager")
+    assert torch.equal(w.compute_values(batch), values)
+    w.critic.model.model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="^the attention of packed rows was not called: "):
+        w.compute_values(batch)
+
+
+@pytest.mark.parametrize("nth", [1, 2])  # the forward, and that within the backward
+def test_a_worker_notices_that_another_one_has_run_meanwhile(nth):
+    """In another thread, on rows of equal lengths: no kernel would complain."""
+    w, other = (worker(seed=seed, gradient_checkpointing=True) for seed in (0, 1))
+    batch = batch_for(w)
+    calls = []
+
+    def run_the_other(*_):
+        calls.append(1)
+        if len(calls) == nth:
+            thread = threading.Thread(target=other.compute_values, args=(batch,))
+            thread.start()
+            thread.join()
+
+    w.critic.model.model.layers[0].self_attn.register_forward_hook(run_the_other)
+    with pytest.raises(RuntimeError, match="^another model has run meanwhile"):
+        w.update_critic(batch)
+    assert len(calls) == nth
+
+
 # ---- Precision, schedule, mini-batches -----------------------------------------------------------
 
 
@@ -603,7 +636,7 @@ def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     metrics, random = [], []
     w.try_out(common.Batch.blank(9))  # gradients without state, as an automatic budget leaves them
     untouched.try_out(common.Batch.blank(9))
-    for p in untouched.critic.parameters:  # as an update leaves them that fails halfway
+    for p in untouched.critic.parameters:  # as a trial backward may leave them
         p.grad.fill_(9.0)
 
     for step, batch in enumerate(batches):

@@ -8,11 +8,12 @@ import math
 import re
 import sys
 import types
+from functools import partial
 
 import pytest
 import torch
 import transformers
-from helpers import random_batch, worker
+from helpers import HALFWAY, interrupted_in, random_batch, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -188,6 +189,64 @@ def test_an_update_of_several_steps_needs_old_values(script):
     assert w.update_critic(batch)["critic/skipped_steps"] == 1
 
 
+@pytest.mark.parametrize("script", [critic_fsdp, cm])
+def test_what_the_caller_has_set_for_other_models_changes_nothing(script):
+    """Autocast is off within; a default dtype, in which weights would be drawn, is refused."""
+    w, same = (worker(script=script) for _ in range(2))
+    batch = random_batch(12)
+    values = same.compute_values(batch)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(w.compute_values(batch), values)
+        ours = w.update_critic(batch)["critic/grad_norm"]
+    assert ours == same.update_critic(batch)["critic/grad_norm"]
+
+    torch.set_default_dtype(torch.float64)
+    try:
+        for call in (partial(w.compute_values, batch), partial(worker, script=script)):
+            with pytest.raises(RuntimeError, match="default dtype is torch.float64, but must be"):
+                call()
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("mini, place", [
+    (12, "forward"), (12, "backward"), (12, "step"), (6, "forward"),
+])  # fmt: skip
+@pytest.mark.parametrize("script, fields", [
+    (critic_fsdp, {}), (critic_fsdp, {"defer_grad_sync": True}), (cm, {}),
+])  # fmt: skip
+def test_after_an_update_that_fails_a_worker_saves_only_what_was_before_it(
+    script, fields, mini, place, tmp_path
+):
+    """It fails in the last of the micro-batches, two for each mini-batch. A new worker that loads
+    the checkpoint goes on as one that has never failed."""
+    batch = random_batch(12, 3)
+    tokens = sum(batch.lengths[:mini])
+    fields |= {"ppo_mini_batch_size": mini, "ppo_max_token_len_per_gpu": 1 + tokens * 2 // 3}
+    w, same, new = (worker(script=script, shuffle=False, **fields) for _ in range(3))
+    for one in (w, same):
+        one.update_critic(batch)
+    with interrupted_in(w.critic, place, 2 * 12 // mini):
+        w.update_critic(batch)
+
+    refused = [partial(w.update_critic, batch), partial(w.compute_values, batch)]
+    refused += [partial(w.load_checkpoint, tmp_path)]
+    has_made_no_step = mini == 12 and place != "step"
+    if not has_made_no_step:
+        refused += [partial(w.save_checkpoint, tmp_path / "c"), partial(w.export_hf, tmp_path)]
+    for call in refused:
+        with pytest.raises(RuntimeError, match=HALFWAY):
+            call()
+
+    if has_made_no_step:
+        w.save_checkpoint(tmp_path / "c")
+        new.load_checkpoint(tmp_path / "c")
+        for _ in range(2):
+            ours, theirs = (one.update_critic(batch) for one in (new, same))
+            timeless = [name for name in ours if not name.startswith("perf/")]
+            assert [ours[name] for name in timeless] == [theirs[name] for name in timeless]
+
+
 TP, PP, CP = (f"{kind}_parallel_size" for kind in ("tensor_model", "pipeline_model", "context"))
 SIZES = dict(
     vocab_size=99, hidden_size=64, intermediate_size=192, num_hidden_layers=2,
@@ -251,6 +310,7 @@ def critic_of(rank=0, dp_size=1, **fields):
     critic.layout = types.SimpleNamespace(device="cpu", cp_rank=rank, dp_size=dp_size, dp_rank=0)
     critic.model = [None] * config.virtual_pipeline_model_parallel_size
     critic.computed = 0
+    critic.steps_before = None
     return critic
 
 

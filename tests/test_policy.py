@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 import transformers
-from helpers import captured_gradients, full_tensor, refused
+from helpers import HALFWAY, captured_gradients, full_tensor, interrupted_in, refused
 from ppo_helpers import (
     KINDS,
     TIED,
@@ -262,6 +262,54 @@ def test_a_checkpoint_restores_every_bit(kind, tmp_path):
     policy(kind, override_config='{"initializer_range": 0.5}').load_checkpoint(folder)
     with pytest.raises(UserError, match=f"--resume {folder}: is of another model: "):
         policy(kind, override_config='{"num_hidden_layers": 1}').load_checkpoint(folder)
+
+
+def test_an_actor_notices_another_model_meanwhile_and_other_attention(monkeypatch):
+    """The other one runs before the backward, which may rerun layers."""
+    w, again = policy(), policy()
+    batch = batch_to_learn(w)
+    loss = w.loss
+
+    def loss_after_another(*args):
+        common.CurrentPack.set(common.Pack([1], "cpu"))
+        return loss(*args)
+
+    monkeypatch.setattr(w, "loss", loss_after_another)
+    with pytest.raises(RuntimeError, match="^another model has run meanwhile"):
+        w.update_policy(batch)
+
+    again.model.lm.base_model.set_attn_implementation("eager")
+    with pytest.raises(RuntimeError, match="^the attention of packed rows was not called: "):
+        again.compute_log_probs(batch)
+
+
+@pytest.mark.parametrize("place", ["forward", "backward", "step"])
+def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place, tmp_path):
+    """A new actor that loads the checkpoint goes on as one that has never failed."""
+    w, whole, new = (policy(ppo_max_token_len_per_gpu=90) for _ in range(3))
+    batch = batch_to_learn(w)
+    for one in (w, whole):
+        one.update_policy(batch)
+    count = len(w.plan_micro_batches(common.describe(batch))[0])
+    assert count > 1
+    with interrupted_in(w, place, count):
+        w.update_policy(batch)
+
+    refused = [lambda: w.update_policy(batch), lambda: w.compute_log_probs(batch)]
+    refused += [lambda: w.load_checkpoint(tmp_path)]
+    if place == "step":
+        refused += [w.checkpoint_writer, lambda: w.export_hf(tmp_path / "hf", TOKENIZER)]
+    for call in refused:
+        with pytest.raises(RuntimeError, match=HALFWAY):
+            call()
+
+    if place != "step":
+        assert same(dict(w.weights()), dict(whole.weights()))
+        with common.published(str(tmp_path / "c")) as tmp:
+            w.checkpoint_writer()(tmp)
+        new.load_checkpoint(str(tmp_path / "c"))
+        assert new.update_policy(batch) == whole.update_policy(batch)
+        assert same(state_of(new), state_of(whole))
 
 
 @pytest.mark.parametrize("kind", KINDS)

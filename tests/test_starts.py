@@ -128,6 +128,59 @@ def test_a_mistake_of_several_lines_is_told_in_one(tmp_path):
     ends_in_one_line(process, f"--rollouts {tmp_path}/two\\nlines (FileNotFoundError")
 
 
+def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
+    """Those of a file's name, of a user's exception, and of what a line quotes from a row."""
+    path = tmp_path / "\x1b[31mred"
+    flags = ("--rollouts", path, "--out-dir", tmp_path / "out")
+    ends_in_one_line(run(sys.executable, FSDP, *flags), f"{tmp_path}/\\x1b[31mred (FileNotFound")
+
+    (script := tmp_path / "raises.py").write_text(RAISES)
+    process = run(sys.executable, script)
+    assert process.returncode == 1 and "\x1b" not in process.stderr, process.stderr
+    assert process.stderr.endswith("\nValueError: \\x1b]0;mine\\x07 \\x9b2J\\ré 中\nnext\tline\n")
+
+    common.print0("\x1b[2J\r\0 é 中\nnext\tline", 1.5)
+    assert capsys.readouterr().out == "\\x1b[2J\\r\\x00 é 中\nnext\tline 1.5\n"
+
+
+RAISES = r"""
+import common
+
+def main():
+    raise ValueError("\x1b]0;mine\x07 \x9b2J\ré 中\nnext\tline")
+
+common.launch(main)
+"""
+
+
+CLOSED = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable)
+STREAMS = """
+import os
+
+def note(prompt, response, answer):
+    links = [os.readlink(f"/proc/self/fd/{number}") for number in range(3)]
+    open(f"{__file__}.txt", "w").write(" ".join(links))
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for open files in /proc")
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
+def test_a_run_without_open_streams_ends_well(script, tmp_path):
+    """As a daemon. No file gets the number of a stream, in the user's processes neither."""
+    (tmp_path / "mine.py").write_text(STREAMS)
+    flags = ("--steps", "1", "--eval-every", "0", "--train-batch-size", "8")
+    if script == PPO:
+        flags += ("--supervised-steps", "0", "--reward", f"{tmp_path}/mine.py:note")
+    else:
+        flags += ("--rollouts", ROWS)
+    process = run(*CLOSED, script, *flags, "--out-dir", tmp_path / "out")
+    assert process.returncode == 0 and common.steps_in(f"{tmp_path}/out/checkpoints")
+    if script == PPO:
+        assert (tmp_path / "mine.py.txt").read_text() == "/dev/null /dev/null /dev/null"
+
+
 @pytest.mark.slow
 def test_a_flag_that_python_sets_is_one_line():
     program = "import common, critic_fsdp; common.launch(lambda: critic_fsdp.Config(lr=-1))"

@@ -135,6 +135,55 @@ def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")
 
 
+def test_a_closed_terminal_saves_the_state(tmp_path):
+    """As Slurm's warnings do. Both may come, and what cannot be printed is no fault."""
+    out = tmp_path / "out"
+    hangs_up = "a, b = os.openpty(); os.dup2(b, 1); os.close(a); signal.raise_signal(signal.SIGHUP)"
+    warned = [("common.checksum", 1, "signal.raise_signal(signal.SIGUSR1)")]
+    patches = [("common.describe_update", 2, hangs_up), *warned]
+    program = patched(tmp_path / "run.py", patches, "critic_fsdp", out, "--steps", 3)
+    process = run(sys.executable, program)
+    assert (process.returncode, process.stderr, saved(out)) == (129, "", [2]), process.stderr
+
+
+@pytest.mark.parametrize("stdout, code, said", [
+    ("a, b = os.pipe(); os.close(a)", 0, ""),
+    ("b = os.open('/dev/full', os.O_WRONLY)", 1, "error: the disk is full (No space left"),
+], ids=["reader", "disk"])  # fmt: skip
+def test_a_run_goes_on_when_its_reader_has_gone_away(stdout, code, said, tmp_path):
+    """As behind `| head -1`, whatever is printed then. A full disk still ends it, and is told."""
+    out = tmp_path / "out"
+    patches = [("common.describe_rows", 1, f"{stdout}; os.dup2(b, 1)")]
+    patches += [("common.describe_update", 1, "print('x' * 10**5, flush=True)")]
+    program = patched(tmp_path / "run.py", patches, "critic_fsdp", out, "--steps", 1)
+    process = run(sys.executable, program)
+    assert process.returncode == code and saved(out) == [1][code:], process.stderr
+    assert said in process.stderr and bool(said) == bool(process.stderr)
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"])
+def test_a_signal_is_heard_unless_it_was_ignored_before(name, tmp_path, capsys):
+    """As nohup ignores that of a closed terminal. The last line says which one it was."""
+    number = signal.Signals[name]
+    before = signal.getsignal(number)
+    common.setup_distributed()
+    try:
+        for handler, heard in ((signal.SIG_IGN, 0), (signal.SIG_DFL, number)):
+            signal.signal(number, handler)
+            with common.Checkpoints(str(tmp_path)) as checkpoints:
+                checkpoints.begin()
+                signal.raise_signal(number)
+                assert common.Stop.signal == heard
+            assert signal.getsignal(number) == handler
+
+        with pytest.raises(SystemExit, match=f"^{128 + number}$"):
+            checkpoints.leave(7, number)
+    finally:
+        signal.signal(number, before)
+        common.Stop.signal = 0
+    assert f"\n{name:10s} stopped after step 7 of " in capsys.readouterr().out
+
+
 TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-size"
 LAYOUTS = {4: (TENSOR, 2), 2: (PIPELINE, 2), 3: (), 8: (TENSOR, 2, PIPELINE, 2)}  # of Megatron
 
