@@ -402,8 +402,11 @@ MEANT = {  # function -> (what the start says, its results for a row of text and
 }
 
 
-def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(ask, tmp_path, capsys):
+def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
+    ask, tmp_path, capsys, monkeypatch
+):
     """The start prints what each parameter gets."""
+    monkeypatch.setattr(ppo_loop, "CALLS", 1)
     rows = [{"prompt": "p", "data_source": "d", "extra_info": {"i": 1}, "method": "m"}]
     rows += [{"prompt": CHAT, "data_source": "e", "method": "n"}]
     rows[0] |= {"solution": "s", "reward_model": {"ground_truth": "4"}}
