@@ -245,7 +245,7 @@ def test_a_run_gives_each_turn_its_credit(whole_run, tmp_path):
     turns = set()
     for row in rows:
         # texts of the policy's turns, each up to its last action
-        said = TOKENIZER.decode(row["response_ids"], skip_special_tokens=True).split("[+]")
+        said = row["response_text"].split("[+]")
         mask = row["response_mask"]
         ends = [i for i, acts in enumerate(mask) if acts and not (mask + [False])[i + 1]]
         expected = [0.0] * len(mask)
