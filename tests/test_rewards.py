@@ -176,6 +176,13 @@ def test_a_list_whose_length_says_neither_turns_nor_tokens_is_a_fault(turns, say
     assert not ppo_loop.rewards_of([reply]).any()
 
 
+@pytest.mark.parametrize("says", [("x", math.nan), ("x", "y"), (1, 2), ["x"], ("x", 1, 2)])
+def test_an_environment_returns_nothing_else_than_text_or_none_and_a_reward(says):
+    reply, (rewards, _, faults) = rewarded(["a"], [says], 1)
+    assert rewards == [0.0, 1.0] and faults == 1
+    assert "an environment must return text or None, or (either, a reward), not " in reply.fault
+
+
 def test_one_number_for_a_turn_of_one_token_is_not_ambiguous():
     """And turns are turns even if the environment writes nothing between them."""
     reply, _ = rewarded([""], [None], [2])

@@ -325,6 +325,7 @@ def test_a_function_gets_what_it_names():
         (lambda response, k=3: shows(response, k), (("r", 3),) * 2),
         (lambda response, prompt, gold: shows(prompt, response, gold), (("q", "r", "a"),) * 2),
         (lambda prompt, *more: shows(prompt, *more), (("q", "r", "a"),) * 2),
+        (lambda prompt, response, answer, *_: shows(prompt, answer), (("q", "a"),) * 2),
         (lambda p, r, a, /, row: shows(p, r, a, row), (("q", "r", "a", {"n": 1}),) * 2),
         (lambda tokens, row: shows(tokens, row), (([7, 8], {"n": 1}), ([7], {"n": 1}))),
     ):
@@ -511,6 +512,9 @@ def some_fail(prompt, response, answer):
 
 def text(prompt, response, answer):
     return "more"
+
+def per_turn(turns):
+    return [1.0 for turn in turns]
 """
 
 
@@ -543,6 +547,7 @@ def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
 
 def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
+    tried("per_turn")
     assert "failed" not in capsys.readouterr().out
     tried("some_fail")
     words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
