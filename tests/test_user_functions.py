@@ -333,6 +333,8 @@ def test_a_function_gets_what_it_names():
     [(made, fault), _] = ask(lambda completion, answer: 1.0)
     assert made is None and "missing 1 required positional argument: 'completion'" in fault
 
+    calls = []
+    assert ppo_loop.ask_all(lambda rows=(): calls.append(rows), []) == calls == []
     send = lambda function: ppo_loop.call_of(ppo_loop.plan_of(function), replies)
     assert send(lambda answer: 1.0) == ([], {"answer": "a"}, 0)
     assert send(lambda rows, answer: 1.0) == ([], {"rows": [{"n": 1}] * 2, "answer": ["a"] * 2}, 2)
@@ -410,7 +412,7 @@ def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
     monkeypatch.setattr(ppo_loop, "CALLS", 1)
     rows = [{"prompt": "p", "data_source": "d", "extra_info": {"i": 1}, "method": "m"}]
     rows += [{"prompt": CHAT, "data_source": "e", "method": "n"}]
-    rows[0] |= {"solution": "s", "reward_model": {"ground_truth": "4"}}
+    rows[0] |= {"solution": "s", "completion_ids": "?", "reward_model": {"ground_truth": "4"}}
     prompts = [Prompt([1], "p", row=rows[0]), Prompt([1], "hi", "gold", CHAT, row=rows[1])]
     replies = [Reply(prompt, 0, text="r", turns=["r", "o"]) for prompt in prompts]
     for reply, ids in zip(replies, ([7], [8, 9])):
@@ -421,7 +423,6 @@ def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
         function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", 20.0)
         assert capsys.readouterr().out == f"calls      --reward {name}{words}\n"
         assert [fault or made for made, fault in ppo_loop.ask_all(function, replies)] == results
-        assert ppo_loop.ask_all(function, []) == []
 
 
 HERE = """
