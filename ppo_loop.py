@@ -22,6 +22,7 @@ import argparse
 import asyncio
 import collections
 import ctypes
+import difflib
 import inspect
 import io
 import json
@@ -43,7 +44,7 @@ from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, groupby
+from itertools import chain, cycle, groupby
 from math import ceil, inf, isfinite, log, nan
 from os.path import exists, realpath
 from time import perf_counter, sleep
@@ -228,15 +229,16 @@ class Run:
     # drop prompts longer than this many tokens, and report how many
     max_prompt_length: Positive = 1024
     supervised_steps: Count = 250  # supervised steps before PPO, for addition with a tiny-* actor
-    # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number, or dict with one as
-    # "score"
+    # addition, gsm8k, or FILE.py:FUNCTION(prompt, response, answer) -> number, list of one per turn
+    # or per token, or dict with either as "score"
     reward: Text | None = None
     # or a reward model: folder or hub name (one label, at the last token)
     reward_model: Text | None = None
     # seconds that one call of the reward or environment may take; 0: no limit, it runs in this
     # process, where breakpoint() works
     reward_timeout: Seconds = 10.0
-    # FILE.py:FUNCTION, same arguments -> next observation, or None to end
+    # FILE.py:FUNCTION, same arguments -> next observation, or None to end; or (one of these, reward
+    # of the turn)
     environment: Text | None = None
     max_turns: Positive = 8  # most turns of the policy in one row, with --environment
 
@@ -367,7 +369,7 @@ def main(run):
             # evaluate the answers to held-out prompts, as often as --eval-every says
             evaluate_if_due(loop, step, greedy)
 
-            # score: a number for each answer, from a function or a reward model
+            # score: what each answer earns, from a function or a reward model
             rewards, mean, faults = score(loop.run, loop.reward, loop.phases, replies)
 
             # log-probs of the answers: the actor's before it learns, and the reference's
@@ -424,15 +426,18 @@ def score(run, reward, phases, replies):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
 
-    # a reward is a number, or a dict with one as "score" and more of them
+    # a reward is a number or a list, or a dict with either as "score" and more numbers
     for reply, (made, fault) in zip(replies, answers):
-        reply.fault = reply.fault or fault or fault_of_reward(made)
+        reply.fault = reply.fault or fault or fault_of_reward(made, reply)
         if reply.fault:
+            reply.earned.clear()
             continue
         if isinstance(made, dict):
-            reply.parts = made
-            made = reply.parts.pop("score")
-        reply.score = made
+            reply.parts = {name: x for name, x in made.items() if isinstance(x, float)}
+            reply.parts.pop("score", None)
+            made = made["score"]
+        give_credit(reply, made)
+        reply.score = float(reply.earned.total())
 
     # all ranks need the numbers and one fault to name, but no texts
     faults = [reply.fault for reply in replies if reply.fault]
@@ -468,23 +473,20 @@ def update_critic(loop, batch, replies):
     """Values of the caller's rows, the credit of each action and the critic's update -> metrics."""
     run = loop.run
     critic = loop.critic
-    rewards = [reply.score for reply in replies]
     with loop.phases("critic", critic):
         # with --privileged-key the critic reads hints before the prompts, and the actor does not
         seen = to_batch(with_hints(replies)) if run.privileged_key else batch
-        metrics = assign_credit(batch, seen, rewards, loop.kl_coef, run, critic)
+        metrics = assign_credit(batch, seen, rewards_of(replies), loop.kl_coef, run, critic)
         return metrics | critic.update_critic(seen)
 
 
-def assign_credit(batch, seen, rewards, kl_coef, run, critic):
+def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     """Fills in rewards, values, returns and advantages of the caller's rows -> metrics (a
     collective). seen: the same rows as the critic reads them, which get the values and returns of
-    its update; without --privileged-key they are the batch itself."""
-    # rewards: every action pays for its KL to the reference, the last one earns the row's reward
+    its update; without --privileged-key they are the batch itself. rewards_T: see rewards_of."""
+    # rewards: every action earns what it is given, and pays for its KL to the reference
     kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    paid_T = -kl_coef * kl_T if kl_coef else torch.zeros_like(kl_T)
-    last_B = common.last_action(batch)
-    batch.token_level_rewards = paid_T.index_add(0, last_B, torch.tensor(rewards))
+    batch.token_level_rewards = rewards_T - kl_coef * kl_T if kl_coef else rewards_T
 
     # values: what the critic expects before each action
     critic.start_at_mean(batch, run.gamma)
@@ -1287,6 +1289,7 @@ class Prompt(NamedTuple):
     messages: list | None = None  # of a chat; None: the prompt is plain text
     critic_ids: list | None = None  # prompt tokens as the critic reads them, with --privileged-key
     images: list | None = None  # absolute file names, or data URLs
+    row: dict | None = None  # the whole JSON row
 
 
 @dataclass
@@ -1300,7 +1303,10 @@ class Reply:
     finished: bool = False  # ended by the policy or the environment, not by the length limit
     text: str = ""
     turns: list = field(default_factory=list)  # texts: policy, environment, policy ...
-    score: float = 0.0
+    ends: list = field(default_factory=list)  # index in ids of the last action of each turn
+    # index in ids of an action -> its reward
+    earned: collections.Counter = field(default_factory=collections.Counter)
+    score: float = 0.0  # the sum of these rewards
     parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict
     fault: str = ""  # what went wrong in the environment or the reward
     shown: list = field(default_factory=list)  # ids of its text: without the ends of turns
@@ -1456,7 +1462,7 @@ def read_prompt(line, run, tokenizer, images=None, folder=""):
     if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
         wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
         raise ValueError(f"--reward {run.reward} {wrong}")
-    return Prompt(ids, text, answer, messages, critic_ids, pictures)
+    return Prompt(ids, text, answer, messages, critic_ids, pictures, row)
 
 
 def addition_reward(prompt, response, answer):
@@ -1479,21 +1485,62 @@ def gsm8k_reward(prompt, response, answer):
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
 
 
-def fault_of_reward(made):
-    """What is wrong with what a reward has returned, or ""."""
-    number = made.get("score") if isinstance(made, dict) else made
-    if isinstance(number, float) and abs(number) <= 1e15:
-        return ""
-    if isinstance(made, dict):
-        return f"a dict of a reward must have a finite number as 'score', not {made!r:.40}"
-    return f"a reward must be a finite number, not {made!r:.40}"
+def is_number(x):
+    """Whether x is a finite number, and not a huge one."""
+    return isinstance(x, float) and abs(x) <= 1e15
 
 
-def fault_of_observation(made):
+def fault_of_reward(made, reply):
+    """What is wrong with what a reward has returned for the row, or ""."""
+    score = made.get("score") if isinstance(made, dict) else made
+    numbers = score if isinstance(score, list) else [score]
+    if not all(map(is_number, numbers)):
+        what = "the 'score' in a dict of a reward" if isinstance(made, dict) else "a reward"
+        return f"{what} must be a finite number, or a list of them, not {made!r:.40}"
+
+    # the length of a list says what its numbers are for
+    turns = len(reply.ends)
+    tokens = len(reply.ids)
+    if isinstance(score, list) and (len(score) not in (turns, tokens) or turns == tokens > 1):
+        there = f"{len(score)} numbers for {turns} turns and {tokens} tokens"
+        return f"the length of a reward's list must be that of the turns or of the tokens: {there}"
+    return ""
+
+
+def fault_of_observation(made, reply):
     """What is wrong with what an environment has returned, or ""."""
-    if made is None or isinstance(made, str):
+    pair = isinstance(made, list) and len(made) == 2 and is_number(made[1])
+    text = made[0] if pair else made
+    if text is None or isinstance(text, str):
         return ""
-    return f"an environment must return text or None, not {made!r:.40}"
+    return f"an environment must return text or None, or (either, a reward), not {made!r:.40}"
+
+
+def give_credit(reply, score):
+    """Adds what a reward has returned to what the row's actions earn: a number at the last one, one
+    number per turn at the turns' last ones, or one per token."""
+    if not isinstance(score, list):
+        places = [len(reply.ids) - 1]
+        score = [score]
+    elif len(score) == len(reply.ends):
+        places = reply.ends
+    else:
+        # the number of a token that the environment wrote goes to the action before it, as in gae
+        places = []
+        for i, log_prob in enumerate(reply.log_probs):
+            places.append(i if log_prob is not None else places[-1])
+
+    for place, x in zip(places, score, strict=True):
+        reply.earned[place] += x
+
+
+def rewards_of(replies):
+    """(T,) the reward of each token of the rows, which only actions have."""
+    rewards = []
+    for reply in replies:
+        rewards += [0.0] * len(reply.prompt.ids)
+        rewards += [reply.earned[i] for i in range(len(reply.ids))]
+    return torch.tensor(rewards, dtype=torch.float32)
 
 
 def try_functions(run, task):
@@ -1508,7 +1555,9 @@ def try_functions(run, task):
     for prompt in list(first.values())[:4]:
         text = prompt.answer if isinstance(prompt.answer, str) else ""
         ids = task.tokenizer(text, add_special_tokens=False)["input_ids"]
-        replies.append(Reply(prompt, 0, ids, finished=True, text=text, turns=[text]))
+        reply = Reply(prompt, 0, ids, finished=True, text=text, turns=[text])
+        reply.ends.append(len(ids) - 1)
+        replies.append(reply)
 
     # what the reward and the environment say to them
     for flag, name, function, fault_of in (
@@ -1517,7 +1566,8 @@ def try_functions(run, task):
     ):
         if not name or name in REWARDS:
             continue
-        faults = [fault or fault_of(made) for made, fault in ask_all(function, replies)]
+        answers = zip(replies, ask_all(function, replies))
+        faults = [fault or fault_of(made, reply) for reply, (made, fault) in answers]
         faults = [fault.encode(errors="replace").decode() for fault in faults if fault]
         failed = (
             f"{flag} {name}: failed for {len(faults)} of the first {len(replies)} prompts,"
@@ -2240,6 +2290,7 @@ def roll_out(engine, task, replies, run, temperature, key=""):
         for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
             reply.log_probs += log_probs
+            reply.ends.append(len(reply.ids) - 1)
             reply.finished = ended
 
             # texts have special tokens, such as <think>, but no padding and no end of a turn
@@ -2256,8 +2307,15 @@ def listen(replies, task, run):
     finished = [reply for reply in replies if reply.finished]
     going = []
     for reply, (made, fault) in zip(finished, ask_all(task.observe, finished)):
-        reply.fault = fault or fault_of_observation(made)
-        if not isinstance(made, str):
+        reply.fault = fault or fault_of_observation(made, reply)
+        if reply.fault:
+            continue
+
+        # with a reward, it is that of the turn that it answers
+        if isinstance(made, list):
+            reply.earned[reply.ends[-1]] += made[1]
+            made = made[0]
+        if made is None:
             continue
 
         # the observation as the policy reads it
@@ -2783,8 +2841,23 @@ def check_layout(run):
 # ---- The user's functions: Pebble calls them in processes of their own ---------------------------
 
 CALLS = 8  # at a time, on any number of cores: a row may wait for an answer from elsewhere
-# what a function gets only if it has an argument of that name
-NAMED = ("turns", "truncated", "tokens")
+# what a parameter of this name gets, see facts_of; with `rows` all of them get lists over the rows
+NAMED = {x: x for x in ("prompt", "response", "answer", "turns", "truncated", "tokens", "row")}
+NAMED["rows"] = "row"
+OTHERS = {  # the same for functions that are made for other tools, known by the first name
+    "verl": {
+        "solution_str": "response",
+        "ground_truth": "answer or reward_model.ground_truth",
+        "data_source": "row.data_source",
+        "extra_info": "row.extra_info",
+    },
+    "OpenRLHF": {"queries": "prompt + response", "prompts": "prompt", "labels": "answer"},
+    "TRL": {
+        "completions": "response or messages",
+        "prompts": "prompt or messages",
+        "completion_ids": "tokens",
+    },
+}
 
 
 class UserFunction(NamedTuple):
@@ -2792,7 +2865,8 @@ class UserFunction(NamedTuple):
 
     path: str
     name: str
-    seconds: float  # that a row may take
+    seconds: float  # that a call may take
+    plan: tuple = ()  # see plan_of
 
     def schedule(self, function, *args, timeout=None):
         """function(path, name, *args) as a future, in a process that has imported the file."""
@@ -2816,18 +2890,19 @@ def load_function(name, flag, seconds):
     # absolute, because the user's code may change the directory
     loaded = UserFunction(os.path.abspath(path), function, seconds)
     if seconds == 0:
-        wrong = wrong_with(loaded.path, function)
+        wrong, plan = look_at(loaded.path, function)
     else:
         with blame(f"{flag} {name}: a process that imports the file dies"):
             # ten minutes, because a process that ends with status 0 is started again and again
-            wrong = loaded.schedule(wrong_with).result(600)
+            wrong, plan = loaded.schedule(look_at).result(600)
     if wrong:
         raise UserError(f"{flag} {name}: {wrong}")
+    print0(f"calls      {flag} {function}{plan[-1]}")
 
     # in this process, breakpoint() works
     if seconds == 0:
         return getattr(import_file(loaded.path), function)
-    return loaded
+    return loaded._replace(plan=plan)
 
 
 def new_pool(path):
@@ -2862,21 +2937,105 @@ def begin_process(path):
     # anywhere else
     sys.stdout.reconfigure(line_buffering=True)
     multiprocessing.set_start_method(None, force=True)
-    with suppress(BaseException):  # wrong_with says what is wrong
+    with suppress(BaseException):  # look_at says what is wrong
         import_file(path)
 
 
-def ask_all(function, replies):
-    """attempt(function, *row) for each reply, in order; once the run is to stop, only for some.
-    What is not a UserFunction runs in this process."""
-    rows = []
-    for reply in replies:
-        named = (reply.turns, not reply.finished, reply.ids)  # in the order of NAMED
-        rows.append((reply.prompt.text, reply.text, reply.prompt.answer, *named))
-    if not isinstance(function, UserFunction):
-        return [attempt(function, *row) for row in rows if not Stop.signal]
+def plan_of(function):
+    """How to call a function -> (what it gets by position, {parameter: what it gets}, whether lists
+    over all rows, and all this in words). What it gets: a name of facts_of."""
+    parameters = inspect.signature(function).parameters.values()
+    kinds = {x.kind.name for x in parameters}
+    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    tool = next((tool for tool, meant in OTHERS.items() if next(iter(meant)) in names), "")
+    by_place = []
+    if tool:
+        # TRL fills all other parameters with columns
+        gets = {x: f"row.{x}" for x in names} if tool == "TRL" else {}
+        gets |= {x: y for x, y in OTHERS[tool].items() if x in names or "VAR_KEYWORD" in kinds}
+        if tool == "TRL" and "VAR_KEYWORD" in kinds:
+            gets["**columns"] = "row.*"
 
-    futures = [function.schedule(attempt_of, *row, timeout=function.seconds) for row in rows]
+    # other names get what is left of prompt, response and answer, in this order
+    else:
+        if kinds & {"VAR_POSITIONAL", "POSITIONAL_ONLY"}:
+            by_place = ["prompt", "response", "answer"]
+        gets = {x: NAMED[x] for x in names if x in NAMED and x not in by_place}
+        left = [x for x in ("prompt", "response", "answer") if x not in gets]
+        others = [x for x in names if x not in gets]
+        if len(others) >= len(left) and not by_place:
+            gets |= zip(others, left)
+
+    # in words, as in score(prompt, r=response)
+    batch = "rows" in gets or tool in ("OpenRLHF", "TRL")
+    words = ", ".join([*by_place, *(x if x == y else f"{x}={y}" for x, y in gets.items())])
+    words = f"({words})" + (", lists over rows" if batch else "") + (f", as {tool}" if tool else "")
+    return by_place, gets, batch, words
+
+
+def facts_of(reply):
+    """What a function may get of a row, by name."""
+    prompt = reply.prompt
+    row = prompt.row or {}
+    truth = common.look_up(row, "reward_model.ground_truth")
+
+    # TRL's functions get messages in a chat
+    said = zip(cycle(["assistant", "user"]), reply.turns)
+    messages = [{"role": role, "content": text} for role, text in said]
+
+    return {f"row.{key}": x for key, x in row.items()} | {
+        "row": row,
+        "prompt": prompt.text,
+        "prompt or messages": prompt.messages or prompt.text,
+        "response": reply.text,
+        "response or messages": messages if prompt.messages else reply.text,
+        "prompt + response": prompt.text + reply.text,
+        "answer": prompt.answer,
+        "answer or reward_model.ground_truth": truth if prompt.answer is None else prompt.answer,
+        "turns": reply.turns,
+        "truncated": not reply.finished,
+        "tokens": reply.ids,
+    }
+
+
+def call_of(plan, replies):
+    """One call for these rows -> (arguments by position, by name, number of rows of a batch)."""
+    by_place, gets, batch, _ = plan
+    facts = [facts_of(reply) for reply in replies]
+
+    def value(source):
+        values = [x.get(source) for x in facts]
+        return values if batch else values[0]
+
+    # a parameter keeps its default if no row has such a column
+    there = set().union(*facts)
+    named = {x: value(source) for x, source in gets.items() if source in there}
+    if "**columns" in gets:
+        columns = {x.removeprefix("row.") for x in there if x.startswith("row.")}
+        named |= {x: value(f"row.{x}") for x in columns - gets.keys()}
+    return [value(source) for source in by_place], named, len(replies) if batch else 0
+
+
+def ask_all(function, replies):
+    """attempt(function, ...) for each reply, in order; once the run is to stop, only for some. What
+    is not a UserFunction runs in this process."""
+    own = not isinstance(function, UserFunction)
+    plan = plan_of(function) if own else function.plan
+    groups = [replies] if plan[2] else [[reply] for reply in replies]
+    calls = [call_of(plan, group) for group in groups if group]
+    if own:
+        answers = [attempt(function, *call) for call in calls if not Stop.signal]
+    else:
+        answers = answers_of(function, calls)
+
+    if plan[2]:
+        answers = [(x, fault) for made, fault in answers for x in made or [None] * len(replies)]
+    return answers
+
+
+def answers_of(function, calls):
+    """attempt with a UserFunction for each call."""
+    futures = [function.schedule(attempt_of, *call, timeout=function.seconds) for call in calls]
     for future in progress(futures, "functions", "rows"):
         while not future.done() and not Stop.signal:
             wait([future], 0.5)
@@ -2894,22 +3053,26 @@ def ask_all(function, replies):
     return answers
 
 
-def attempt_of(path, name, *row):
+def attempt_of(path, name, *call):
     """attempt with FUNCTION of the file, in one of the processes."""
-    return attempt(getattr(import_file(path), name), *row)
+    return attempt(getattr(import_file(path), name), *call)
 
 
-def attempt(function, *row):
+def attempt(function, args, named, rows=0):
     """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
-    (None, what went wrong). row: prompt, response, answer, and the values of NAMED."""
+    (None, what went wrong). rows: of how many it must return a list of results; 0: of one."""
     process = os.getpid()
     try:
-        parameters = inspect.signature(function).parameters
-        more = {name: x for name, x in zip(NAMED, row[3:]) if name in parameters}
-        made = function(*row[:3], **more)
+        made = function(*args, **named)
         # all rows of a process share one loop, so a client may be made once
         if inspect.isawaitable(made):
             made = asyncio.get_event_loop().run_until_complete(made)
+
+        # OpenRLHF's results are in a dict
+        if rows:
+            made = list(made["rewards"] if isinstance(made, dict) else made)
+            if len(made) != rows:
+                raise ValueError(f"{len(made)} results for {rows} rows")
         answer = plain(made), ""
     except BaseException as error:  # sys.exit, too, fails the row and not the run
         module = sys.modules.get(function.__module__)
@@ -2935,29 +3098,38 @@ def import_file(path):
     return module
 
 
-def wrong_with(path, name):
-    """What is wrong with the file or the name of its function, or ""."""
+def look_at(path, name):
+    """-> (what is wrong with the file or the name of its function, or "", and its plan_of)."""
     try:
         module = import_file(path)
+        if callable(getattr(module, name, None)):
+            return "", plan_of(getattr(module, name))
     except BaseException as error:  # sys.exit, too
-        return words_of(error, path)
-    if callable(getattr(module, name, None)):
-        return ""
+        return words_of(error, path), None
 
     own = []
     for key, x in vars(module).items():
         if inspect.isfunction(x) and x.__module__ == module.__name__:
             own.append(key)
-    return f"{path} has no function {name!r}; it has {', '.join(own) or 'none'}"
+    wrong = f"{path} has no function {name!r}; it has {', '.join(sorted(own)) or 'none'}"
+    likely = difflib.get_close_matches(name, own, 1)
+    return f"{wrong}: did you mean {likely[0]}?" if likely else wrong, None
 
 
 def plain(made):
-    """What a function has returned as an exact str, float or None, or a dict of exact str -> float:
-    the rank cannot unpickle the user's classes."""
+    """What a function has returned in exact str, float, None, list and dict: the rank cannot
+    unpickle the user's classes."""
     if isinstance(made, dict):
-        return {str.__str__(name): float(x) for name, x in made.items()}
+        return {str.__str__(name): plain(x) for name, x in made.items()}
     if isinstance(made, str):
         return str.__str__(made)
+
+    # an array or a tensor of one number counts as this number
+    array = getattr(made, "ndim", 0) > 0
+    if array and len(made) == 1:
+        return plain(made[0])
+    if array or isinstance(made, list | tuple):
+        return [plain(x) for x in made]
     return None if made is None else float(made)
 
 

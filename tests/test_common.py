@@ -1238,7 +1238,8 @@ def of_answers(rewards, values, n=2, **fields):
     critic = types.SimpleNamespace(
         compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None
     )
-    metrics = ppo_loop.assign_credit(rows, rows, rewards, 0.0, run, critic)
+    rewards_T = torch.tensor([x for reward in rewards for x in [0.0] * n + [reward]])
+    metrics = ppo_loop.assign_credit(rows, rows, rewards_T, 0.0, run, critic)
     return rows.advantages.view(-1, 1 + n).tolist(), metrics
 
 

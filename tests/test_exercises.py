@@ -124,7 +124,9 @@ def test_6_a_critic_that_always_says_7(lam):
         says = lambda batch: value * batch.response_mask  # noqa: B023
         critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
         run = ppo_loop.Run(Config(), lam=lam, critic_where_it_helps=helps)
-        ppo_loop.assign_credit(batch, batch, [0.0, 1.0] * 4, 0.0, run, critic)
+        rewards_T = torch.zeros(len(batch.input_ids))
+        rewards_T[common.last_action(batch)] = torch.tensor([0.0, 1.0] * 4)
+        ppo_loop.assign_credit(batch, batch, rewards_T, 0.0, run, critic)
         found.append(batch.advantages)
     returns, sevens, with_the_flag = found
     assert torch.allclose(returns, sevens, atol=1e-4) == (lam == 1.0)

@@ -31,11 +31,16 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     chat = [{"role": "system", "content": "S"}, *user]
     begun = [*user, {"role": "assistant", "content": "I think"}]
     ours = load({"prompt": "1+1=", "answer": "2"}, {"prompt": chat}, {"prompt": begun})
+    rows = [x.row for x in ours]
+    assert rows == [{"prompt": "1+1=", "answer": "2"}, {"prompt": chat}, {"prompt": begun}]
+    ours = [x._replace(row=None) for x in ours]
     assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
     assert ours[1] == Prompt(ids_of("<system>S\n<user>hi\n<assistant>"), "hi", None, chat)
     assert ours[2] == Prompt(ids_of("<user>hi\n<assistant>I think"), "I think", None, begun)
-    ours = load({"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold")
-    assert ours == [Prompt(ids_of("<user>hi\n<assistant>"), "hi", 7, user)]
+    [ours] = load(
+        {"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold"
+    )
+    assert ours[:4] == (ids_of("<user>hi\n<assistant>"), "hi", 7, user)
 
     rows = [{"prompt": "a" * n, "n": n} for n in (3, 6, 5, 9)]
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]

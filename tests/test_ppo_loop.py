@@ -221,6 +221,49 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
     assert length.token_level_rewards.sum() == sum(row["parts"]["length"] for row in rows)
 
 
+ANSWERS = """
+def counts(prompt, response, answer, turns):
+    return [float(len(turn)) for turn in turns[::2]]
+
+def tool(prompt, response, answer, turns):
+    return ("[+]", 0.5) if len(turns) == 1 else (None, -0.25)
+"""
+
+
+@pytest.mark.slow
+def test_a_run_gives_each_turn_its_credit(whole_run, tmp_path):
+    """A reward of a number per turn, and an environment that rewards the turns that it answers: the
+    dump, the metric and the samples have the sums."""
+    (tmp_path / "mine.py").write_text(ANSWERS)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+1="}')
+    whole_run(
+        f"--prompts {tmp_path}/rows.jsonl --eval-prompts {tmp_path}/rows.jsonl --rollout-n 8"
+        f" --reward {tmp_path}/mine.py:counts --environment {tmp_path}/mine.py:tool"
+        " --max-response-length 24 --steps 1 --stop 1 2 3 4 5 6 7 8 9 a b c d e"
+    )
+    rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
+    turns = set()
+    for row in rows:
+        # texts of the policy's turns, each up to its last action
+        said = row["response_text"].split("[+]")
+        mask = row["response_mask"]
+        ends = [i for i, acts in enumerate(mask) if acts and not (mask + [False])[i + 1]]
+        expected = [0.0] * len(mask)
+        for end, text, given in zip(ends, said, (0.5, -0.25), strict=False):
+            expected[end] = len(text) + given * (not row["truncated"] or end != ends[-1])
+        turns.add((len(ends), row["truncated"]))
+        assert row["rewards"] == expected and row["score"] == sum(expected), row
+    assert {(2, True), (2, False)} <= turns
+
+    metrics = common.read_lines(tmp_path / "out/metrics.jsonl")
+    [mean] = [x["reward/mean"] for x in metrics if "reward/mean" in x]
+    assert mean == pytest.approx(sum(row["score"] for row in rows) / len(rows))
+    samples = json.loads((tmp_path / "out/samples.json").read_text())
+    assert [x["eval/reward"] for x in metrics if "eval/reward" in x][-1] == pytest.approx(
+        sum(x["reward"] for x in samples) / len(samples)
+    )
+
+
 NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import SHARED, actions_of, random_batch
-from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of
+from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of, play
 from reference import kl_of
 
 import common
@@ -99,21 +99,96 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
 
 
 def test_a_reward_may_return_its_parts(capsys):
-    """Their means are over the rows that have them. A dict without a finite score is a fault of its
-    row."""
-    says = [{"score": 1, "format": 0.5}, {"score": 0.25, "format": 1, "length": 7}, 0.5,
+    """Their means are over the rows that have them. A part may be text, which is left out. A dict
+    without a finite score is a fault of its row."""
+    says = [
+        {"score": 1, "format": 0.5, "pred": "3"},
+        {"score": 0.25, "format": 1, "length": 7},
+        0.5,
         {"format": 9.0},
-            {"score": math.nan, "format": 9.0}]  # fmt: skip
+        {"score": math.nan, "format": 9.0},
+    ]
     replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
     function = lambda prompt, said, i: says[i]
     rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
     assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
     assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
-    assert (
-        "a dict of a reward must have a finite number as 'score', not {'format'"
-        in capsys.readouterr().out
-    )
+    words = "the 'score' in a dict of a reward must be a finite number, or a list of them, not {'f"
+    assert words in capsys.readouterr().out
     assert ppo_loop.part_means(replies[2:]) == {}
+
+
+def rewarded(turns, observed, says):
+    """A reply of these turns, with what the environment returns after each, and another row, after
+    score with a reward that returns this, or 1 for the other row -> (reply, what score returns)."""
+    observed = iter(observed)
+    [reply], _ = play([[turn] for turn in turns], lambda *_: next(observed))
+    other = Reply(Prompt([1], "other"), 1)
+    reward = lambda prompt, *_: 1.0 if prompt == "other" else says
+    return reply, ppo_loop.score(a_run(), reward, ppo_loop.Phases(False), [reply, other])
+
+
+# the tokens are those of "ab", its end, the environment's "[1]", "cd" and its end
+@pytest.mark.parametrize("observed, says, earned", [
+    ("[1]", 1.5, {8: 1.5}),
+    ("[1]", [0.5, -1], {2: 0.5, 8: -1}),
+    ("[1]", (0.5, numpy.float32(-1)), {2: 0.5, 8: -1}),
+    ("[1]", torch.tensor([0.5, -1]), {2: 0.5, 8: -1}),
+    ("[1]", numpy.array([2]), {8: 2}),
+    ("[1]", {"score": [0.5, -1], "format": 9}, {2: 0.5, 8: -1}),
+    ("[1]", [1, 2, 3, 4, 5, 6, 7, 8, 9], {0: 1, 1: 2, 2: 3 + 4 + 5 + 6, 6: 7, 7: 8, 8: 9}),
+    (("[1]", 0.25), 1.5, {2: 0.25, 8: 1.5}),
+    (("[1]", 0.25), [0.5, -1], {2: 0.75, 8: -1}),
+    ((None, 0.25), 1.5, {2: 1.75}),
+])  # fmt: skip
+def test_credit_stands_at_the_actions_that_earn_it(observed, says, earned):
+    """A number at the last action, one per turn at the turn's last action, one per token at the
+    token, or at the action before the environment's. The row's reward is the sum, and a KL is paid
+    on top of it."""
+    reply, (rewards, mean, faults) = rewarded(["ab", "cd"], [observed, None], says)
+    assert (reply.fault, faults) == ("", 0)
+    assert [reply.score, 1.0] == rewards == [sum(earned.values()), 1.0] and mean == sum(rewards) / 2
+    ours_T = ppo_loop.rewards_of([reply, reply])
+    expected = [0.0] * 3 + [float(earned.get(i, 0)) for i in range(len(reply.ids))]
+    assert ours_T.tolist() == 2 * expected
+
+    batch = ppo_loop.to_batch([reply])
+    batch.old_log_probs, batch.ref_log_probs = torch.tensor([[-0.5], [-2.5]]) * batch.response_mask
+    batch.values = 0 * batch.old_log_probs
+    run = a_run(whiten_advantages=False)
+    ppo_loop.assign_credit(batch, batch, ours_T[: len(expected)], 0.1, run, SAYS_THE_SAME)
+    paid = [x - 0.1 * 2.0 * acts for x, acts in zip(expected, batch.response_mask.tolist())]
+    assert batch.token_level_rewards.tolist() == pytest.approx(paid)
+
+
+@pytest.mark.parametrize("turns, says, words", [
+    (["", "", ""], [1, 2, 3], "3 numbers for 3 turns and 3 tokens"),
+    (["a", "b"], [1, 2, 3], "3 numbers for 2 turns and 4 tokens"),
+    (["a", "b"], {"score": [], "format": 1}, "0 numbers for 2 turns and 4 tokens"),
+    (["a", "b"], [1, "x"], "must be a finite number, or a list of them, not [1.0, 'x']"),
+    (["a", "b"], [1, math.nan], "must be a finite number, or a list of them, not [1.0, nan]"),
+    (["a", "b"], [[1, 2]], "must be a finite number, or a list of them, not [[1.0, 2.0]]"),
+])  # fmt: skip
+def test_a_list_whose_length_says_neither_turns_nor_tokens_is_a_fault(turns, says, words):
+    """The row earns nothing, also not what the environment has given."""
+    reply, (rewards, _, faults) = rewarded(turns, [*[("", 0.5)] * (len(turns) - 1), None], says)
+    assert rewards == [0.0, 1.0] and faults == 1 and words in reply.fault
+    assert not ppo_loop.rewards_of([reply]).any()
+
+
+@pytest.mark.parametrize("says", [("x", math.nan), ("x", "y"), (1, 2), ["x"], ("x", 1, 2)])
+def test_an_environment_returns_nothing_else_than_text_or_none_and_a_reward(says):
+    reply, (rewards, _, faults) = rewarded(["a"], [says], 1)
+    assert rewards == [0.0, 1.0] and faults == 1
+    assert "an environment must return text or None, or (either, a reward), not " in reply.fault
+
+
+def test_one_number_for_a_turn_of_one_token_is_not_ambiguous():
+    """And turns are turns even if the environment writes nothing between them."""
+    reply, _ = rewarded([""], [None], [2])
+    assert (reply.fault, dict(reply.earned)) == ("", {0: 2.0})
+    reply, _ = rewarded(["a", "b"], ["", None], [2, 3])
+    assert (reply.fault, dict(reply.earned)) == ("", {1: 2.0, 3: 3.0})
 
 
 @pytest.mark.parametrize("backend, same_tokens", [("fsdp", True), ("megatron", False)])
@@ -221,7 +296,8 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
     (0.1, dict(first_token_credit=0.3, lam=0.9)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
-    """The loop goes action by action, backwards from the end of each row."""
+    """The loop goes action by action, backwards from the end of each row. Not only the last action
+    earns something."""
     run = a_run(**fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
@@ -231,9 +307,11 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     # not used
     batch.old_log_probs, batch.ref_log_probs = noise_2T if kl_coef else noise_2T * math.nan
     batch.truncated = torch.arange(8) % 3 == 0
-    scores = torch.randn(8, generator=g).tolist()
+    earned_T = torch.randn(len(batch.input_ids), generator=g) * batch.response_mask
+    earned_T *= torch.rand(len(batch.input_ids), generator=g) < 0.3
+    earned_T[common.last_action(batch)] = torch.randn(8, generator=g)
 
-    assert ppo_loop.assign_credit(batch, batch, scores, kl_coef, run, SAYS_THE_SAME) == {}
+    assert ppo_loop.assign_credit(batch, batch, earned_T, kl_coef, run, SAYS_THE_SAME) == {}
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
 
@@ -248,7 +326,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
             lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
         for t in reversed(places):
             v = float(batch.values[t])
-            rewards_T[t] = (scores[b] if t == places[-1] else 0.0) - kl_coef * kl_T[t]
+            rewards_T[t] = earned_T[t] - kl_coef * kl_T[t]
             delta = float(rewards_T[t]) + run.gamma * after - v
             advantages_T[t] = for_policy = delta + run.gamma * lam_policy * for_policy
             for_critic = delta + run.gamma * run.lam * for_critic

@@ -126,9 +126,9 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeyp
 
     unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
     for text, name, words in (
-        (good, f"{file}:god", f"{file} has no function 'god'; it has helper, good"),
-        (good, f"{file}:help", f"{file} has no function 'help'; it has helper, good"),
-        (good, f"{file}:x", f"{file} has no function 'x'; it has "),
+        (good, f"{file}:god", "has no function 'god'; it has good, helper: did you mean good?"),
+        (good, f"{file}:help", "has no function 'help'; it has good, helper: did you mean helper?"),
+        (good, f"{file}:x", f"{file} has no function 'x'; it has good, helper"),
         ("", f"{file}:x", f"{file} has no function 'x'; it has none"),
         (good, f"{file}", "must be FILE.py:FUNCTION"),
         (good, f"{tmp_path}/none.py:good", "No module named 'none'"),
@@ -306,8 +306,10 @@ def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path)
 
 
 def test_a_function_gets_what_it_names():
-    """The turns, whether the row was cut off, and its token ids, in any order."""
-    replies = [Reply(Prompt([1], "q", "a"), 0, [7, 8], finished=True, text="r", turns=["r", "o"])]
+    """In any order, and under any name what it does not name of prompt, response and answer. It is
+    sent nothing else."""
+    prompt = Prompt([1], "q", "a", row={"n": 1})
+    replies = [Reply(prompt, 0, [7, 8], finished=True, text="r", turns=["r", "o"])]
     replies.append(dataclasses.replace(replies[0], ids=[7], finished=False))
     ask = lambda function: ppo_loop.ask_all(function, replies)
     shows = lambda *row: str(row)
@@ -320,8 +322,107 @@ def test_a_function_gets_what_it_names():
             (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
         ),
         (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
+        (lambda response, k=3: shows(response, k), (("r", 3),) * 2),
+        (lambda response, prompt, gold: shows(prompt, response, gold), (("q", "r", "a"),) * 2),
+        (lambda prompt, *more: shows(prompt, *more), (("q", "r", "a"),) * 2),
+        (lambda prompt, response, answer, *_: shows(prompt, answer), (("q", "a"),) * 2),
+        (lambda p, r, a, /, row: shows(p, r, a, row), (("q", "r", "a", {"n": 1}),) * 2),
+        (lambda tokens, row: shows(tokens, row), (([7, 8], {"n": 1}), ([7], {"n": 1}))),
     ):
         assert ask(function) == [(str(row), "") for row in expected]
+    [(made, fault), _] = ask(lambda completion, answer: 1.0)
+    assert made is None and "missing 1 required positional argument: 'completion'" in fault
+
+    calls = []
+    assert ppo_loop.ask_all(lambda rows=(): calls.append(rows), []) == calls == []
+    send = lambda function: ppo_loop.call_of(ppo_loop.plan_of(function), replies)
+    assert send(lambda answer: 1.0) == ([], {"answer": "a"}, 0)
+    assert send(lambda rows, answer: 1.0) == ([], {"rows": [{"n": 1}] * 2, "answer": ["a"] * 2}, 2)
+
+
+SIGNATURES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return f"{data_source} {solution_str} {ground_truth} {extra_info}"
+
+def strict(solution_str, ground_truth, method="strict"):
+    return f"{solution_str} {ground_truth} {method}"
+
+def reward_func(queries, prompts, labels, **more):
+    said = [f"{q} {p} {x} {more}" for q, p, x in zip(queries, prompts, labels)]
+    return {"rewards": said, "scores": [1.0, 0.0], "extra_logs": {"length": [1.0, 2.0]}}
+
+async def accuracy(prompts, completions, solution, log_extra=None, **more):
+    rows = zip(prompts, completions, solution, more["method"], more["completion_ids"])
+    return [f"{x} {log_extra} {sorted(more)}" for x in rows]
+
+def form(completions):
+    return (f"{x}" for x in completions)
+
+def judge(rows, response, k=3):
+    return [f"{x['method']} {y} {len(rows)} {k}" for x, y in zip(rows, response)]
+
+def mine(question, reply, gold, turns):
+    return f"{question} {reply} {gold} {turns}"
+
+def few(rows):
+    return [1.0]
+"""
+SAID = [{"role": "assistant", "content": "r"}, {"role": "user", "content": "o"}]
+CHAT = [{"role": "user", "content": "hi"}]
+LISTS = ", lists over rows"
+MORE = "['completion_ids', 'data_source', 'extra_info', 'method', 'prompt', 'reward_model']"
+
+
+MEANT = {  # function -> (what the start says, its results for a row of text and one of a chat)
+    "compute_score": (
+        "(solution_str=response, ground_truth=answer or reward_model.ground_truth,"
+        " data_source=row.data_source, extra_info=row.extra_info), as verl",
+        ["d r 4 {'i': 1}", "e r gold None"],
+    ),
+    "strict": (
+        "(solution_str=response, ground_truth=answer or reward_model.ground_truth), as verl",
+        ["r 4 strict", "r gold strict"],
+    ),
+    "reward_func": (
+        f"(queries=prompt + response, prompts=prompt, labels=answer){LISTS}, as OpenRLHF",
+        ["pr p None {}", "hir hi gold {}"],
+    ),
+    "accuracy": (
+        "(prompts=prompt or messages, completions=response or messages, solution=row.solution,"
+        f" log_extra=row.log_extra, completion_ids=tokens, **columns=row.*){LISTS}, as TRL",
+        [
+            f"('p', 'r', 's', 'm', [7]) None {MORE}",
+            f"({CHAT}, {SAID}, None, 'n', [8, 9]) None {MORE}",
+        ],
+    ),
+    "form": (f"(completions=response or messages){LISTS}, as TRL", ["r", f"{SAID}"]),
+    "judge": (f"(rows=row, response){LISTS}", ["m r 2 3", "n r 2 3"]),
+    "mine": (
+        "(turns, question=prompt, reply=response, gold=answer)",
+        ["p r None ['r', 'o']", "hi r gold ['r', 'o']"],
+    ),
+    "few": (f"(rows=row){LISTS}", ["ValueError: 1 results for 2 rows"] * 2),
+}
+
+
+def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
+    ask, tmp_path, capsys, monkeypatch
+):
+    """The start prints what each parameter gets."""
+    monkeypatch.setattr(ppo_loop, "CALLS", 1)
+    rows = [{"prompt": "p", "data_source": "d", "extra_info": {"i": 1}, "method": "m"}]
+    rows += [{"prompt": CHAT, "data_source": "e", "method": "n"}]
+    rows[0] |= {"solution": "s", "completion_ids": "?", "reward_model": {"ground_truth": "4"}}
+    prompts = [Prompt([1], "p", row=rows[0]), Prompt([1], "hi", "gold", CHAT, row=rows[1])]
+    replies = [Reply(prompt, 0, text="r", turns=["r", "o"]) for prompt in prompts]
+    for reply, ids in zip(replies, ([7], [8, 9])):
+        reply.ids += ids
+
+    (tmp_path / "mine.py").write_text(SIGNATURES)
+    for name, (words, results) in MEANT.items():
+        function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", 20.0)
+        assert capsys.readouterr().out == f"calls      --reward {name}{words}\n"
+        assert [fault or made for made, fault in ppo_loop.ask_all(function, replies)] == results
 
 
 HERE = """
@@ -412,6 +513,9 @@ def some_fail(prompt, response, answer):
 
 def text(prompt, response, answer):
     return "more"
+
+def per_turn(turns):
+    return [1.0 for turn in turns]
 """
 
 
@@ -444,6 +548,7 @@ def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
 
 def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     tried("meets", "text")
+    tried("per_turn")
     assert "failed" not in capsys.readouterr().out
     tried("some_fail")
     words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
@@ -454,8 +559,9 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
 
 @pytest.mark.parametrize("functions, words", [
     (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
-    (["text"], "a reward must be a finite number, not 'more'"),
-    (["meets", "notes"], "an environment must return text or None, not 0.5"),
+    (["text"], "a reward must be a finite number, or a list of them, not 'more'"),
+    (["meets", "notes"],
+     "an environment must return text or None, or (either, a reward), not 0.5"),
 ])  # fmt: skip
 def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
     flag = "--environment" if len(functions) == 2 else "--reward"
@@ -507,27 +613,31 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
         "{Verdict.GOOD: True}": {"good": 1.0},
         "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
         "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
+        "(Text('text'), Score(1.5))": ["text", 1.5], "[1, None]": [1.0, None], "[]": [],
+        "numpy.array([0.5, 2])": [0.5, 2.0], "numpy.array([2])": 2.0,
     }  # fmt: skip
 
     for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
         assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
         if isinstance(made, dict):
             assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
+        if isinstance(made, list):
+            assert {*map(type, made)} <= {str, float, type(None)}
 
     faults = {
         "raises(Mute())": "Mute: its text cannot be made", "10**400": "OverflowError: ",
         "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
-        "[1]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
+        "[1j]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
         "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
-        "{'score': 'much'}": "ValueError: could not convert string to float: 'much'",
     }  # fmt: skip
     for row, (made, fault) in zip(faults, ask("f", faults)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
 
     pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
     assert len(pids - {None, "x"}) <= 8
-    made, fault = ppo_loop.attempt(lambda *_: torch.tensor([0.5]))
-    assert (made, type(made), fault) == (0.5, float, "")
+    for tensor, expected in ((torch.tensor([0.5]), 0.5), (torch.tensor([0.5, 1]), [0.5, 1.0])):
+        made, fault = ppo_loop.attempt(lambda: tensor, [], {})  # noqa: B023
+        assert (made, type(made), fault) == (expected, type(expected), "")
 
 
 @pytest.mark.slow
