@@ -3790,6 +3790,7 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     if RANK:  # the ceiling takes longer than all the rest
         return ends
 
+    # the first row as the model reads it, and how much there is of all
     truncated = int(rows.truncated.sum())
     longest, _ = rows.longest
     turns = int((rows.response_mask[1:] & ~rows.response_mask[:-1]).sum())

@@ -7,12 +7,15 @@ import math
 import random
 import types
 
+import tokenizers
 import torch
 import transformers
 from helpers import random_batch
 from reference import log_probs_of_reply, log_softmax_of, nucleus
+from transformers import PreTrainedTokenizerFast
 
 import common
+import critic_fsdp
 import ppo_loop
 from ppo_loop import ActorConfig, HFRollout, PolicyWorker, Prompt, Reply
 
@@ -21,6 +24,7 @@ TIED = ("tiny-gemma2", "tiny-gpt2")  # their head is the embedding
 SHARP = '{"initializer_range": 0.1}'  # with the usual 0.02 all tokens are nearly equally likely
 TOKENIZER = common.char_tokenizer()
 EOS = TOKENIZER.eos_token_id
+TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 
 
 def ids_of(text):
@@ -34,6 +38,27 @@ def a_run(backend="fsdp", **fields):
     config = ppo_loop.critic_flags(backend)
     critic = config(model="actor", ppo_mini_batch_size=ActorConfig.ppo_mini_batch_size)
     return ppo_loop.Run(**{"critic": critic, "backend": backend, **fields})
+
+
+def a_tokenizer(template=TURNS, begins="", ends="", bos=None):
+    """One token per character; it puts `begins` before each text and `ends` after it, as words."""
+    core = common.char_tokenizer().backend_tokenizer
+    words = [word for word in (*begins.split(), *ends.split(), bos) if word]
+
+    core.add_special_tokens([*dict.fromkeys(words)])
+    core.post_processor = tokenizers.processors.TemplateProcessing(
+        single=f"{begins} $A {ends}".strip(),
+        special_tokens=[(word, core.token_to_id(word)) for word in words],
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token="<eos>", bos_token=bos, chat_template=template
+    )
+
+
+def a_run_on_prompts(**fields):
+    """A Run of ppo_loop.py that reads a file's prompts."""
+    fields = {"prompts": "x", "reward": "mine.py:f", **fields}
+    return ppo_loop.Run(critic_fsdp.Config(), **fields)
 
 
 def a_task(**fields):

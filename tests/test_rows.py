@@ -8,10 +8,9 @@ from functools import partial
 
 import numpy
 import pytest
-import tokenizers
 import torch
 from helpers import random_batch, refused, worker
-from transformers import PreTrainedTokenizerFast
+from ppo_helpers import TURNS, a_run_on_prompts, a_tokenizer
 
 import common
 import critic_fsdp
@@ -22,36 +21,14 @@ SCRIPTS = pytest.mark.parametrize(
     "script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"]
 )
 GOOD = {"response": "2", "reward": 1.0}
-TURNS = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 WITH_CALLS = TURNS.replace("{% endfor %}", "{{ m.tool_calls|length if m.tool_calls }}{% endfor %}")
 CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add"}}]}
 USER = {"role": "user", "content": "1+1?"}
 
 
-def a_tokenizer(template=TURNS, begins="", ends="", bos=None):
-    """One token per character; it puts `begins` before each text and `ends` after it, as words."""
-    core = common.char_tokenizer().backend_tokenizer
-    words = [word for word in (*begins.split(), *ends.split(), bos) if word]
-
-    core.add_special_tokens([*dict.fromkeys(words)])
-    core.post_processor = tokenizers.processors.TemplateProcessing(
-        single=f"{begins} $A {ends}".strip(),
-        special_tokens=[(word, core.token_to_id(word)) for word in words],
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, eos_token="<eos>", bos_token=bos, chat_template=template
-    )
-
-
 def text_of_row(tokenizer, **row):
     """One JSONL row as the critic reads it."""
     return tokenizer.decode(common.read_rows([json.dumps(GOOD | row)], tokenizer).input_ids)
-
-
-def a_run_on_prompts(**fields):
-    """A Run of ppo_loop.py that reads a file's prompts."""
-    fields = {"prompts": "x", "reward": "mine.py:f", **fields}
-    return ppo_loop.Run(critic_fsdp.Config(), **fields)
 
 
 def text_of_prompt(tokenizer, **row):

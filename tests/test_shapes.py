@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers import ROOT, refused
-from test_rows import a_run_on_prompts, a_tokenizer
+from ppo_helpers import a_run_on_prompts, a_tokenizer
 
 import common
 import ppo_loop
