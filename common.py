@@ -493,15 +493,39 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
     return advantages_T.float(), returns_T.float()
 
 
+def gae_by_turns(rewards_T, values_T, response_mask_T, cu_seqlens, *options):
+    """gae where a step is a turn, a span of actions without another token in between: Turn-PPO
+    (2512.17008), with AReaL's equations -> (advantages_T, returns_T), equal within a turn.
+
+        R_k = the sum of the rewards in turn k,    V_k = the value of its first action
+        delta_k = R_k + gamma V_{k+1} - V_k
+        A_k = delta_k + gamma lam A_{k+1}
+        returns = A + V
+
+    options: gamma, lam and bootstrap_B of gae, which counts turns here."""
+    # a turn's first action stands for it: what is paid later in the turn goes to that action
+    first_T = response_mask_T & ~response_mask_T.roll(1)  # no row begins with an action
+    of_first = gae(rewards_T, values_T, first_T, cu_seqlens, *options)
+
+    # the index of the first action of each token's turn
+    index_T = torch.where(first_T, torch.arange(len(first_T)), 0).cummax(0).values
+    advantages_T, returns_T = (torch.where(response_mask_T, x_T[index_T], 0.0) for x_T in of_first)
+    return advantages_T, returns_T
+
+
+GAE = {"token": gae, "turn": gae_by_turns}
+
+
 def last_action(batch):
     """(B,) index of each sequence's last action in the (T,) columns, or -1."""
     index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
 
 
-def add_returns(batch, gamma, lam, bootstrap_truncated=False):
+def add_returns(batch, gamma, lam, bootstrap_truncated=False, level="token"):
     """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value. UserError: the batch lacks its rewards or values.
+    value. level: "token", see gae, or "turn", see gae_by_turns. UserError: the batch lacks its
+    rewards or values.
 
     Returns need values if lam is not 1, or with bootstrap_truncated. Otherwise a batch may come
     without values: it gets returns, and no advantages."""
@@ -514,7 +538,7 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     tail_B = None
     if bootstrap_truncated:
         tail_B = torch.where(batch.truncated, values_T[last_action(batch)], 0.0)
-    batch.advantages, batch.returns = gae(
+    batch.advantages, batch.returns = GAE[level](
         batch.token_level_rewards,
         values_T,
         batch.response_mask,
@@ -527,11 +551,11 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False):
         batch.advantages = None
 
 
-def monte_carlo(batch, gamma):
-    """(T,) discounted sums of the rewards from each action on."""
+def monte_carlo(batch, gamma, level="token"):
+    """(T,) discounted sums of the rewards from each action, or with level "turn" each turn, on."""
     rewards_T = batch.token_level_rewards
     no_values_T = 0 * rewards_T
-    _, returns_T = gae(rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
+    _, returns_T = GAE[level](rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
     return returns_T
 
 

@@ -260,6 +260,8 @@ class Run:
     lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
     # decoupled GAE: lambda for the advantages (None: same as --lam)
     lam_policy: Fraction | None = None
+    # what gamma and both lambdas count: tokens, or turns, all of whose tokens get one advantage
+    gae_level: Literal["token", "turn"] = "token"
     # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
     first_token_credit: Share | None = None
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
@@ -319,6 +321,9 @@ class Run:
         if self.lam_policy is not None and self.first_token_credit:
             flag = f"--lam-policy {self.lam_policy}"
             raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit}")
+        if self.gae_level == "turn" and self.first_token_credit:
+            flag = f"--first-token-credit {self.first_token_credit}"
+            raise ValueError(f"{flag}: counts tokens, so it excludes --gae-level turn")
         if self.old_log_probs == "engine" and self.top_p < 1:
             words = f"with --top-p {self.top_p} they are not those of the policy"
             raise ValueError(f"--old-log-probs engine: {words}")
@@ -485,7 +490,7 @@ def assign_credit(batch, seen, rewards, kl_coef, run, critic):
     batch.values = move_actions(seen.values, seen, batch)
 
     # returns: what the critic is to learn
-    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated, run.gae_level)
     seen.returns = move_actions(batch.returns, batch, seen)
 
     # advantages: decoupled GAE gives them a lambda of their own (2503.01491, section 4.2)
@@ -494,7 +499,7 @@ def assign_credit(batch, seen, rewards, kl_coef, run, critic):
         lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
     if lam is not None:
         decoupled = replace(batch)
-        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated)
+        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated, run.gae_level)
         batch.advantages = decoupled.advantages
 
     # a critic that explains nothing only adds noise to them
@@ -518,7 +523,7 @@ def prefer_the_mean(batch, run):
     """If values explain nothing, advantages become returns minus their mean over all actions of a
     prompt's answers (--rollout-n 1: of the batch) -> 1.0 if values explain any, else 0.0 (a
     collective; EVPO, 2604.19485)."""
-    returns_T = common.monte_carlo(batch, run.gamma)
+    returns_T = common.monte_carlo(batch, run.gamma, run.gae_level)
     mask_T = batch.response_mask
     explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
     if explained > 1e-3:  # above rounding errors

@@ -103,6 +103,32 @@ def save_results(folder, name, models, results_of, jobs):
         torch.save(results, folder / name)
 
 
+# ---- Advantages ----------------------------------------------------------------------------------
+
+
+def gae_by_hand(tokens, gamma, lam, bootstrap, level="token"):
+    """(advantage, return) of each (reward, value, is an action) token of a row, by the textbook, in
+    float64. level: what takes a step, a "token" or a "turn", a span of actions."""
+    steps = []  # the actions of each
+    for t, (_, _, acts) in enumerate(tokens):
+        if acts and level == "turn" and t > 0 and tokens[t - 1][2]:
+            steps[-1].append(t)
+        elif acts:
+            steps.append([t])
+
+    # a step earns the rewards up to the next one, and the first one also those before itself
+    out = [(0.0, 0.0)] * len(tokens)
+    advantage, end = 0.0, len(tokens)
+    for i, places in reversed([*enumerate(steps)]):
+        start, value = places[0] if i else 0, tokens[places[0]][1]
+        reward = math.fsum(r for r, _, _ in tokens[start:end])
+        advantage = reward + gamma * bootstrap - value + gamma * lam * advantage
+        for t in places:
+            out[t] = (advantage, advantage + value)
+        bootstrap, end = value, start
+    return out
+
+
 # ---- The critic: values, loss and gradient of an update ------------------------------------------
 
 

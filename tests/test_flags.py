@@ -124,6 +124,7 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
     ("--lam-policy 1 --first-token-credit 0.5", "1.0: excludes --first-token-credit 0.5"),
+    ("--gae-level turn --first-token-credit 0.5", "credit 0.5: counts tokens, so it excludes"),
     ("--actor.tis-cap 2 --old-log-probs engine", "--actor.tis-cap 2.0: with --old-log-probs"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
     ("--actor.ratio-band 2 1", "--actor.ratio-band 2.0 1.0: LOW must be below HIGH"),
