@@ -739,14 +739,16 @@ def evaluate(rows, gamma):
 
 def best_of_n(rows, last_B, reward_B):
     """Over prompts with several rows, the means of (the reward of the row with the highest last
-    value, the mean reward, the highest reward); NaN without such a prompt."""
+    value, the mean reward, the highest reward); NaN unless there are two such prompts."""
     of_prompts = []
     for _, same in rows.groups():
         if len(same) > 1:
             reward_N = reward_B[same]
             best = reward_N[last_B[same].argmax()]
             of_prompts.append((best, reward_N.mean(), reward_N.max()))
-    return torch.tensor(of_prompts).view(-1, 3).mean(0)
+    if len(of_prompts) < 2:  # a single choice says nothing
+        return nan, nan, nan
+    return torch.tensor(of_prompts).mean(0)
 
 
 # ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
@@ -2414,10 +2416,13 @@ class Logger:
             f"held out   explained var {explained_number(m['eval/explained_var'])}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
-            f"\n  best of n {number(m['eval/best_of_n'], '.3f')},"
-            f" mean {number(m['eval/mean_of_n'], '.3f')},"
-            f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
         )
+        if not isnan(m["eval/best_of_n"]):
+            print0(
+                f"  best of n {number(m['eval/best_of_n'], '.3f')},"
+                f" mean {number(m['eval/mean_of_n'], '.3f')},"
+                f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
+            )
 
 
 def time_left(seconds, steps):

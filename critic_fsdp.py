@@ -156,6 +156,9 @@ class Config:
                 raise ValueError(f"{flag}: too narrow for float32; give numbers farther apart")
         if self.value_head == "hl_gauss" and self.value_head_init == "mean":
             raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
+        if self.lora_alpha != Config.lora_alpha and not self.lora_rank:
+            flag = f"{to}lora-alpha {self.lora_alpha}"
+            raise ValueError(f"{flag}: does nothing without {to}lora-rank")
 
         # the loss and the optimizer
         limit = self.response_length_limit
@@ -168,6 +171,8 @@ class Config:
             raise ValueError(f"{to}betas {self.betas}: must be below 1")
 
         # the layout
+        if self.strategy == "none" and self.fsdp_size != -1:
+            raise ValueError(f"{to}fsdp-size {self.fsdp_size}: does nothing with {to}strategy none")
         if self.strategy == "fsdp1" and (self.offload_policy or self.defer_grad_sync):
             flags = f"{to}offload-policy and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
@@ -230,6 +235,9 @@ class Run:
         if self.eval_rollouts and not self.rollouts:
             flag = f"--eval-rollouts {self.eval_rollouts}"
             raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
+        if self.chat_template_kwargs != "{}" and not (self.rollouts or self.score):
+            flag = f"--chat-template-kwargs {self.chat_template_kwargs}"
+            raise ValueError(f"{flag}: does nothing without --rollouts or --score")
         if self.score and exists(self.score) and not isfile(self.score):
             raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
 

@@ -229,6 +229,9 @@ class Run:
         if self.eval_rollouts and not self.rollouts:
             flag = f"--eval-rollouts {self.eval_rollouts}"
             raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
+        if self.chat_template_kwargs != "{}" and not (self.rollouts or self.score):
+            flag = f"--chat-template-kwargs {self.chat_template_kwargs}"
+            raise ValueError(f"{flag}: does nothing without --rollouts or --score")
         if self.score and exists(self.score) and not isfile(self.score):
             raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
 

@@ -302,8 +302,29 @@ class Run:
         """Whether a KL to the reference is part of the reward or of the actor's loss."""
         return self.kl_coef > 0 or self.actor.kl_loss_coef > 0
 
+    def refuse_idle_flags(self):
+        """ValueError names a flag that does nothing without another one, and that other one."""
+        to_call = self.environment or (self.reward and self.reward not in REWARDS)
+        vllm = self.rollout == "vllm"
+        table = (
+            (self, "chat_template_kwargs", "--prompts", self.prompts),
+            (self, "reward_timeout", "a function of FILE.py", to_call),
+            (self, "max_turns", "--environment", self.environment),
+            (self, "kl_penalty", "--kl-coef or --actor.kl-loss-coef", self.uses_reference),
+            (self.actor, "kl_loss_type", "--actor.kl-loss-coef", self.actor.kl_loss_coef),
+            (self.vllm, "tensor_parallel_size", "--rollout vllm", vllm),
+            (self.vllm, "gpu_memory_utilization", "--rollout vllm", vllm),
+        )
+        for config, name, needed, given in table:
+            x = getattr(config, name)
+            if x != getattr(type(config), name) and not given:
+                flag = f"{getattr(config, 'prefix', '--')}{name.replace('_', '-')} {x}"
+                raise ValueError(f"{flag}: does nothing without {needed}")
+
     def __post_init__(self):
         """ValueError names the flags that do not go together. See check_layout, too."""
+        self.refuse_idle_flags()
+
         # the task
         if self.eval_prompts and not self.prompts:
             flag = f"--eval-prompts {self.eval_prompts}"
@@ -375,6 +396,7 @@ def main(run):
             metrics = rollout_metrics(batch, loop.run, loop.engine.dtype)
             metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
             metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
+            metrics |= {"reward/min": min(rewards), "reward/max": max(rewards)}
 
             # values and credit: how much better than expected each token was; the critic learns
             metrics |= update_critic(loop, batch, replies)
@@ -992,6 +1014,7 @@ def finish(loop):
                 about += ", their rewards minus the KL penalty"
             common.write_report(run.out_dir, rows, about, tokenizer, run.gamma, CURVES, changed)
 
+    hint_at_critic(run.out_dir)
     with loop.phases("export", loop.actor, loop.critic):
         loop.actor.export_hf(f"{run.out_dir}/hf", tokenizer)
         loop.critic.export_hf(f"{run.out_dir}/critic_hf")
@@ -1145,7 +1168,7 @@ def print_step(step, steps, m):
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = common.time_left(m["perf/time_step"], steps - step)
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}{what_is_wrong(m)}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
@@ -1153,6 +1176,18 @@ def print_step(step, steps, m):
         f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
     )
+
+
+def what_is_wrong(m):
+    """Words on a step from which little can be learned, or "", as in ` (2 failed, all equal)`."""
+    words = []
+    if m["reward/errors"]:
+        words.append(f"{m['reward/errors']:.0f} failed")
+    if m["reward/min"] == m["reward/max"]:
+        words.append("all equal")
+    if m["rollout/truncated"] == 1:
+        words.append("all cut off")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def where_time_went(m):
@@ -1180,6 +1215,18 @@ def print_sample(step, run, replies):
     reply = replies[0]
     shown = f"{reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
     print0(f"sample     {shown}  {reply.fault[:100]}".rstrip())
+
+
+def hint_at_critic(out_dir):
+    """Says so if the critic explained nothing in the last ten steps that could be explained."""
+    past = common.read_lines(f"{out_dir}/metrics.jsonl") if RANK == 0 else []
+    explained = [row.get("critic/explained_var") for row in past]
+    last = [x for x in explained if x is not None][-10:]
+    if len(last) == 10 and statistics.median(last) <= 0:
+        print0(
+            "hint       at the end, the critic explained nothing of the returns: see its curve in"
+            " the report, and a higher --critic.lr or --critic-where-it-helps"
+        )
 
 
 def on_rank_0(mine):

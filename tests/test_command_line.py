@@ -89,6 +89,9 @@ MegatronConfig = critic_megatron.Config
      {"virtual_pipeline_model_parallel_size": 2}),
     ("--eval-rollouts x.jsonl: needs --rollouts", Run, {"eval_rollouts": "x.jsonl"}),
     ("--score /: must be a file", Run, {"score": "/"}),
+    ("kwargs [1]: does nothing without --rollouts", Run, {"chat_template_kwargs": "[1]"}),
+    ("kwargs [1]: does nothing without --rollouts", critic_megatron.Run,
+     {"chat_template_kwargs": "[1]"}),
 
     ("--ulysses-size 3: must divide the 4 ranks", Config, {"ulysses_size": 3}),
     ("--fsdp-size 3: must divide the 4 ranks, or be -1", Config, {"fsdp_size": 3}),
@@ -320,7 +323,6 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
 
     for row, last in zip(rows, lasts[:4]):
         row["rank"] += sum(other > last for other in lasts[:4])
-    best = rows[lasts.index(max(lasts[:4]))]["reward"]
 
     for words in ("fsdp", "fsdp --ulysses-size 2", "megatron --context-parallel-size 2"):
         kind, *layout = words.split()
@@ -328,7 +330,7 @@ def test_both_critics_score_rows_like_transformers(tmp_path):
         flags = ("--score", file, "--model", tmp_path / "hf", "--out-dir", out, *layout)
         said = succeeded(torchrun(2 if layout else 1, ROOT / f"critic_{kind}.py", *flags))
         assert common.read_lines(out / "scored.jsonl") == rows
-        assert f"best of n {best:.3f}, mean of n 0.250, oracle of n 1.000\n" in said
+        assert "best of n" not in said  # only one prompt has several rows
         refused = run(
             sys.executable, ROOT / f"critic_{kind}.py", *flags[:2], "--out-dir", tmp_path / "none"
         )
