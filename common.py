@@ -27,6 +27,7 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; A a
 sequence, or a padded row; R response places of a padded row; N value bins, or rows treated alike;
 H query heads; K key and value heads; D features per head."""
 
+import atexit
 import codecs
 import collections
 import copy
@@ -41,6 +42,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import shlex
 import signal
 import sys
@@ -564,6 +566,7 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     have an action.
 
         token-mean                1 / N_tokens
+        token-sum                 1
         seq-mean-token-sum        1 / N_seqs
         seq-mean-token-mean       1 / (N_seqs len_i)
         seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)
@@ -588,6 +591,8 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
         actions_B = replace(batch, response_mask=mask_T).actions
         tokens = sum(len(chosen_actions(row.actions, places)) for row in rows)
 
+    if mode == "token-sum":
+        return mask_T.float()
     if mode == "token-mean":
         return mask_T / torch.tensor(tokens)
 
@@ -2236,6 +2241,9 @@ def interrupted(*_):
     os._exit(128 + signal.SIGINT)
 
 
+AT_EXIT = []  # what launch calls at the very end
+
+
 def launch(main):
     """Runs main(), then exits: with 0, with 2 and one line on a UserError, else with 1 and a
     traceback."""
@@ -2279,6 +2287,8 @@ def launch(main):
         sys.stdout.flush()
         sys.stderr.write(message)
         sys.stderr.flush()
+    for call in AT_EXIT:
+        call()
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
@@ -2291,9 +2301,10 @@ class Logger:
     """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0.
 
     settings: what run.json says of the run. If `folder`, where the run starts, is a checkpoint in
-    out_dir, the files continue, without entries after first_step."""
+    out_dir, the files continue, without entries after first_step. logger: FILE.py:FUNCTION of the
+    user, which is called with each line of metrics.jsonl."""
 
-    def __init__(self, out_dir, settings, first_step, folder):
+    def __init__(self, out_dir, settings, first_step, folder, logger=None):
         self.out_dir = out_dir
         is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
@@ -2303,6 +2314,11 @@ class Logger:
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
+
+        self.call = None
+        if logger:
+            self.call = import_function("--logger", logger)
+            AT_EXIT.append(atexit._run_exitfuncs)  # loggers may send their last lines there
 
         # what belongs to the steps before
         self.set_aside(last_step)
@@ -2371,11 +2387,14 @@ class Logger:
         if RANK:
             return
         metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        row = {"step": step, **metrics}
+        self.file.write(json.dumps(row) + "\n")
         for name, x in metrics.items():
             if x is not None:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # otherwise it buffers for two minutes
+        if self.call:
+            self.call(row)
 
     def flush(self):
         """Returns once all that was logged is on the disk: a run that continues from a checkpoint
@@ -2423,6 +2442,17 @@ class Logger:
                 f" mean {number(m['eval/mean_of_n'], '.3f')},"
                 f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
             )
+
+
+def import_function(flag, name):
+    """FUNCTION of FILE.py, a user's file that runs in this process, next to its neighbours.
+    UserError: the file or the name is wrong."""
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION")
+    sys.path.insert(0, dirname(realpath(path)))
+    with blame(f"{flag} {name}"):
+        return runpy.run_path(path)[function]
 
 
 def time_left(seconds, steps):

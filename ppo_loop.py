@@ -119,7 +119,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
@@ -294,6 +298,8 @@ class Run:
     # seeds the actor's random weights, the prompt order, its shuffles and all sampling
     seed: Seed = 0
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    # FILE.py:FUNCTION, called with each line of metrics.jsonl as a dict
+    logger: Text | None = None
     # folder for checkpoints, Hugging Face exports, metrics and report
     out_dir: Text = "out/ppo_loop"
 
@@ -653,7 +659,7 @@ def training(run, task):
             task=task,
             **models._asdict(),
             checkpoints=checkpoints,
-            logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder),
+            logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder, run.logger),
             phases=Phases(run.offload),
             groups=[(0, [prompt]) for prompt in task.prompts],
             step=step,

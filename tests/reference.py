@@ -175,6 +175,8 @@ def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}
     values, losses = plain_loop(batch, outputs_of)
     if mode == "token-mean":
         loss = torch.cat(losses).mean()
+    elif mode == "token-sum":
+        loss = torch.cat(losses).sum()
     else:  # mean over rows of a row's sum, mean, or sum divided by a constant
         of_row = {"seq-mean-token-mean": torch.mean, "seq-mean-token-sum": torch.sum}
         of_row["seq-mean-token-sum-norm"] = lambda x: x.sum() / 50
@@ -330,7 +332,7 @@ def loss_by_hand(lm, batch, run):
     for start, end, places in rows:
         log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], run.temperature)
         weight = {
-            "token-mean": 1 / actions, "seq-mean-token-sum": 1 / len(rows),
+            "token-mean": 1 / actions, "token-sum": 1, "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / len(places),
             "seq-mean-token-sum-norm": 1 / len(rows) / run.max_response_length,
         }[config.loss_agg_mode]  # fmt: skip
