@@ -434,7 +434,16 @@ def test_files_of_other_kinds_become_rows(line, tmp_path):
     assert list(map(json.loads, common.read_file(str(made), "--rollouts"))) == rows
 
 
-@pytest.mark.parametrize("snippet", LOGS)
+HOLDS_BACK = """import atexit
+
+rows = []
+log = rows.append
+atexit.register(lambda: open("held_back", "w").write(str(rows)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", [HOLDS_BACK, *LOGS])
 def test_a_logger_of_another_package_gets_the_last_line(snippet, tmp_path):
     """Also one that it holds back until the process ends."""
     pytest.importorskip(snippet.split()[1])
