@@ -1582,8 +1582,8 @@ def try_functions(run, task):
 
 def reward_config(run):
     """The Config of a reward model: the flags of the critic, but those about its own model."""
-    own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
-    defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
+    own = "tokenizer override_config value_head value_range lora_rank lora_alpha freeze_modules"
+    defaults = {x.name: x.default for x in fields(run.critic) if x.name in own.split()}
     return replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
 
 

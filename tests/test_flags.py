@@ -149,9 +149,12 @@ def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     "--reward x.py:f --reward-timeout 0", "--rollout vllm --vllm.tensor-parallel-size 2",
     "--critic.lora-rank 2 --critic.lora-alpha 8", "--critic.fsdp-size 1",
     "--prompts x --reward-model x --chat-template-kwargs {}{}",
+    "--reward-model x --critic.lora-rank 2 --critic.lora-alpha 8",
 ])  # fmt: skip
 def test_flags_that_need_others_are_taken_with_them(flags):
-    ppo_loop.parse(flags.split())
+    run = ppo_loop.parse(flags.split())
+    if run.reward_model:
+        ppo_loop.reward_config(run)  # it has no LoRA, whatever the critic has
 
 
 @pytest.mark.parametrize("named, flags", [

@@ -223,7 +223,7 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     """The loop goes step by step, backwards from the end of each row."""
-    run = a_run(**fields)
+    run = a_run(kl_coef=kl_coef, **fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
     # k3 stays < 10
