@@ -27,6 +27,7 @@ Shapes are in the names: T tokens of all sequences, end to end; B sequences; A a
 sequence, or a padded row; R response places of a padded row; N value bins, or rows treated alike;
 H query heads; K key and value heads; D features per head."""
 
+import atexit
 import codecs
 import collections
 import copy
@@ -42,6 +43,7 @@ import json
 import os
 import pickle
 import re
+import runpy
 import shlex
 import signal
 import sys
@@ -506,15 +508,39 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
     return advantages_T.float(), returns_T.float()
 
 
+def gae_by_turns(rewards_T, values_T, response_mask_T, cu_seqlens, *options):
+    """gae where a step is a turn, a span of actions without another token in between: Turn-PPO
+    (2512.17008), with AReaL's equations -> (advantages_T, returns_T), equal within a turn.
+
+        R_k = the sum of the rewards in turn k,    V_k = the value of its first action
+        delta_k = R_k + gamma V_{k+1} - V_k
+        A_k = delta_k + gamma lam A_{k+1}
+        returns = A + V
+
+    options: gamma, lam and bootstrap_B of gae, which counts turns here."""
+    # a turn's first action stands for it: what is paid later in the turn goes to that action
+    first_T = response_mask_T & ~response_mask_T.roll(1)  # no row begins with an action
+    of_first = gae(rewards_T, values_T, first_T, cu_seqlens, *options)
+
+    # the index of the first action of each token's turn
+    index_T = torch.where(first_T, torch.arange(len(first_T)), 0).cummax(0).values
+    advantages_T, returns_T = (torch.where(response_mask_T, x_T[index_T], 0.0) for x_T in of_first)
+    return advantages_T, returns_T
+
+
+GAE = {"token": gae, "turn": gae_by_turns}
+
+
 def last_action(batch):
     """(B,) index of each sequence's last action in the (T,) columns, or -1."""
     index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
 
 
-def add_returns(batch, gamma, lam, bootstrap_truncated=False):
+def add_returns(batch, gamma, lam, bootstrap_truncated=False, level="token"):
     """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value. UserError: the batch lacks its rewards or values.
+    value. level: "token", see gae, or "turn", see gae_by_turns. UserError: the batch lacks its
+    rewards or values.
 
     Returns need values if lam is not 1, or with bootstrap_truncated. Otherwise a batch may come
     without values: it gets returns, and no advantages."""
@@ -527,7 +553,7 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False):
     tail_B = None
     if bootstrap_truncated:
         tail_B = torch.where(batch.truncated, values_T[last_action(batch)], 0.0)
-    batch.advantages, batch.returns = gae(
+    batch.advantages, batch.returns = GAE[level](
         batch.token_level_rewards,
         values_T,
         batch.response_mask,
@@ -540,11 +566,11 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False):
         batch.advantages = None
 
 
-def monte_carlo(batch, gamma):
-    """(T,) discounted sums of the rewards from each action on."""
+def monte_carlo(batch, gamma, level="token"):
+    """(T,) discounted sums of the rewards from each action, or with level "turn" each turn, on."""
     rewards_T = batch.token_level_rewards
     no_values_T = 0 * rewards_T
-    _, returns_T = gae(rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
+    _, returns_T = GAE[level](rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
     return returns_T
 
 
@@ -553,6 +579,7 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     have an action.
 
         token-mean                1 / N_tokens
+        token-sum                 1
         seq-mean-token-sum        1 / N_seqs
         seq-mean-token-mean       1 / (N_seqs len_i)
         seq-mean-token-sum-norm   1 / (N_seqs response_length_limit)
@@ -577,6 +604,8 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
         actions_B = replace(batch, response_mask=mask_T).actions
         tokens = sum(len(chosen_actions(row.actions, places)) for row in rows)
 
+    if mode == "token-sum":
+        return mask_T.float()
     if mode == "token-mean":
         return mask_T / torch.tensor(tokens)
 
@@ -728,14 +757,16 @@ def evaluate(rows, gamma):
 
 def best_of_n(rows, last_B, reward_B):
     """Over prompts with several rows, the means of (the reward of the row with the highest last
-    value, the mean reward, the highest reward); NaN without such a prompt."""
+    value, the mean reward, the highest reward); NaN unless there are two such prompts."""
     of_prompts = []
     for _, same in rows.groups():
         if len(same) > 1:
             reward_N = reward_B[same]
             best = reward_N[last_B[same].argmax()]
             of_prompts.append((best, reward_N.mean(), reward_N.max()))
-    return torch.tensor(of_prompts).view(-1, 3).mean(0)
+    if len(of_prompts) < 2:  # a single choice says nothing
+        return nan, nan, nan
+    return torch.tensor(of_prompts).mean(0)
 
 
 # ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
@@ -2250,6 +2281,9 @@ def interrupted(*_):
     os._exit(128 + signal.SIGINT)
 
 
+AT_EXIT = []  # what launch calls at the very end
+
+
 def launch(main):
     """Runs main(), then exits: with 0, with 2 and one line on a UserError, else with 1 and a
     traceback."""
@@ -2293,6 +2327,8 @@ def launch(main):
         sys.stdout.flush()
         sys.stderr.write(legible(message))
         sys.stderr.flush()
+    for call in AT_EXIT:
+        call()
     os._exit(code)  # gloo's threads outlive destroy_process_group and abort about one exit in six
 
 
@@ -2305,9 +2341,10 @@ class Logger:
     """Writes metrics.jsonl, TensorBoard and run.json in out_dir, and prints on rank 0.
 
     settings: what run.json says of the run. If `folder`, where the run starts, is a checkpoint in
-    out_dir, the files continue, without entries after first_step."""
+    out_dir, the files continue, without entries after first_step. logger: FILE.py:FUNCTION of the
+    user, which is called with each line of metrics.jsonl."""
 
-    def __init__(self, out_dir, settings, first_step, folder):
+    def __init__(self, out_dir, settings, first_step, folder, logger=None):
         self.out_dir = out_dir
         is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
@@ -2317,6 +2354,11 @@ class Logger:
         if RANK:
             return
         from torch.utils.tensorboard import SummaryWriter
+
+        self.call = None
+        if logger:
+            self.call = import_function("--logger", logger)
+            AT_EXIT.append(atexit._run_exitfuncs)  # loggers may send their last lines there
 
         # what belongs to the steps before
         self.set_aside(last_step)
@@ -2385,11 +2427,14 @@ class Logger:
         if RANK:
             return
         metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
-        self.file.write(json.dumps({"step": step, **metrics}) + "\n")
+        row = {"step": step, **metrics}
+        self.file.write(json.dumps(row) + "\n")
         for name, x in metrics.items():
             if x is not None:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # otherwise it buffers for two minutes
+        if self.call:
+            self.call(row)
 
     def flush(self):
         """Returns once all that was logged is on the disk: a run that continues from a checkpoint
@@ -2430,10 +2475,24 @@ class Logger:
             f"held out   explained var {explained_number(m['eval/explained_var'])}"
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
-            f"\n  best of n {number(m['eval/best_of_n'], '.3f')},"
-            f" mean {number(m['eval/mean_of_n'], '.3f')},"
-            f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
         )
+        if not isnan(m["eval/best_of_n"]):
+            print0(
+                f"  best of n {number(m['eval/best_of_n'], '.3f')},"
+                f" mean {number(m['eval/mean_of_n'], '.3f')},"
+                f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
+            )
+
+
+def import_function(flag, name):
+    """FUNCTION of FILE.py, a user's file that runs in this process, next to its neighbours.
+    UserError: the file or the name is wrong."""
+    path, _, function = name.rpartition(":")
+    if not path.endswith(".py"):
+        raise UserError(f"{flag} {name}: must be FILE.py:FUNCTION")
+    sys.path.insert(0, dirname(realpath(path)))
+    with blame(f"{flag} {name}"):
+        return runpy.run_path(path)[function]
 
 
 def time_left(seconds, steps):

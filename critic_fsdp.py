@@ -52,7 +52,11 @@ Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # and th
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 AggMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 
 
@@ -156,6 +160,9 @@ class Config:
                 raise ValueError(f"{flag}: too narrow for float32; give numbers farther apart")
         if self.value_head == "hl_gauss" and self.value_head_init == "mean":
             raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
+        if self.lora_alpha != Config.lora_alpha and not self.lora_rank:
+            flag = f"{to}lora-alpha {self.lora_alpha}"
+            raise ValueError(f"{flag}: does nothing without {to}lora-rank")
 
         # the loss and the optimizer
         limit = self.response_length_limit
@@ -168,6 +175,8 @@ class Config:
             raise ValueError(f"{to}betas {self.betas}: must be below 1")
 
         # the layout
+        if self.strategy == "none" and self.fsdp_size != -1:
+            raise ValueError(f"{to}fsdp-size {self.fsdp_size}: does nothing with {to}strategy none")
         if self.strategy == "fsdp1" and (self.offload_policy or self.defer_grad_sync):
             flags = f"{to}offload-policy and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
@@ -217,6 +226,8 @@ class Run:
     keep: Positive | None = None
     async_save: bool = False  # write checkpoints in the background, from a copy in host memory
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    # FILE.py:FUNCTION, called with each line of metrics.jsonl as a dict
+    logger: Text | None = None
 
     # ---- returns
 
@@ -230,6 +241,9 @@ class Run:
         if self.eval_rollouts and not self.rollouts:
             flag = f"--eval-rollouts {self.eval_rollouts}"
             raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
+        if self.chat_template_kwargs != "{}" and not (self.rollouts or self.score):
+            flag = f"--chat-template-kwargs {self.chat_template_kwargs}"
+            raise ValueError(f"{flag}: does nothing without --rollouts or --score")
         if self.score and exists(self.score) and not isfile(self.score):
             raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
 
@@ -1393,7 +1407,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     if first_step > run.steps:
         words = f"{checkpoints.folder} has made {first_step} already; give more"
         raise UserError(f"--steps {run.steps}: {words}")
-    logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder)
+    logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder, run.logger)
     groups = train.groups()
     picked = []  # the rows of the last update
     batch = None  # those of them that this rank has

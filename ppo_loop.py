@@ -127,7 +127,11 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 AggMode = Literal[
-    "token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    "token-mean",
+    "token-sum",
+    "seq-mean-token-sum",
+    "seq-mean-token-mean",
+    "seq-mean-token-sum-norm",
 ]
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
@@ -269,6 +273,8 @@ class Run:
     lam: Fraction = 1.0  # GAE lambda of the returns that the critic learns
     # decoupled GAE: lambda for the advantages (None: same as --lam)
     lam_policy: Fraction | None = None
+    # what gamma and both lambdas count: tokens, or turns, all of whose tokens get one advantage
+    gae_level: Literal["token", "turn"] = "token"
     # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
     first_token_credit: Share | None = None
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
@@ -301,6 +307,8 @@ class Run:
     # seeds the actor's random weights, the prompt order, its shuffles and all sampling
     seed: Seed = 0
     profile_step: Positive | None = None  # profile this step of rank 0, with torch.profiler
+    # FILE.py:FUNCTION, called with each line of metrics.jsonl as a dict
+    logger: Text | None = None
     # folder for checkpoints, Hugging Face exports, metrics and report
     out_dir: Text = "out/ppo_loop"
 
@@ -309,8 +317,29 @@ class Run:
         """Whether a KL to the reference is part of the reward or of the actor's loss."""
         return self.kl_coef > 0 or self.actor.kl_loss_coef > 0
 
+    def refuse_idle_flags(self):
+        """ValueError names a flag that does nothing without another one, and that other one."""
+        to_call = self.environment or (self.reward and self.reward not in REWARDS)
+        vllm = self.rollout == "vllm"
+        table = (
+            (self, "chat_template_kwargs", "--prompts", self.prompts),
+            (self, "reward_timeout", "a function of FILE.py", to_call),
+            (self, "max_turns", "--environment", self.environment),
+            (self, "kl_penalty", "--kl-coef or --actor.kl-loss-coef", self.uses_reference),
+            (self.actor, "kl_loss_type", "--actor.kl-loss-coef", self.actor.kl_loss_coef),
+            (self.vllm, "tensor_parallel_size", "--rollout vllm", vllm),
+            (self.vllm, "gpu_memory_utilization", "--rollout vllm", vllm),
+        )
+        for config, name, needed, given in table:
+            x = getattr(config, name)
+            if x != getattr(type(config), name) and not given:
+                flag = f"{getattr(config, 'prefix', '--')}{name.replace('_', '-')} {x}"
+                raise ValueError(f"{flag}: does nothing without {needed}")
+
     def __post_init__(self):
         """ValueError names the flags that do not go together. See check_layout, too."""
+        self.refuse_idle_flags()
+
         # the task
         if self.eval_prompts and not self.prompts:
             flag = f"--eval-prompts {self.eval_prompts}"
@@ -328,6 +357,9 @@ class Run:
         if self.lam_policy is not None and self.first_token_credit:
             flag = f"--lam-policy {self.lam_policy}"
             raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit}")
+        if self.gae_level == "turn" and self.first_token_credit:
+            flag = f"--first-token-credit {self.first_token_credit}"
+            raise ValueError(f"{flag}: counts tokens, so it excludes --gae-level turn")
         if self.old_log_probs == "engine" and self.top_p < 1:
             words = f"with --top-p {self.top_p} they are not those of the policy"
             raise ValueError(f"--old-log-probs engine: {words}")
@@ -379,6 +411,7 @@ def main(run):
             metrics = rollout_metrics(batch, loop.run, loop.engine.dtype)
             metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
             metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
+            metrics |= {"reward/min": min(rewards), "reward/max": max(rewards)}
 
             # values and credit: how much better than expected each token was; the critic learns
             metrics |= update_critic(loop, batch, replies)
@@ -494,7 +527,7 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     batch.values = move_actions(seen.values, seen, batch)
 
     # returns: what the critic is to learn
-    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
+    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated, run.gae_level)
     seen.returns = move_actions(batch.returns, batch, seen)
 
     # advantages: decoupled GAE gives them a lambda of their own (2503.01491, section 4.2)
@@ -503,7 +536,7 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
         lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
     if lam is not None:
         decoupled = replace(batch)
-        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated)
+        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated, run.gae_level)
         batch.advantages = decoupled.advantages
 
     # a critic that explains nothing only adds noise to them
@@ -527,7 +560,7 @@ def prefer_the_mean(batch, run):
     """If values explain nothing, advantages become returns minus their mean over all actions of a
     prompt's answers (--rollout-n 1: of the batch) -> 1.0 if values explain any, else 0.0 (a
     collective; EVPO, 2604.19485)."""
-    returns_T = common.monte_carlo(batch, run.gamma)
+    returns_T = common.monte_carlo(batch, run.gamma, run.gae_level)
     mask_T = batch.response_mask
     explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
     if explained > 1e-3:  # above rounding errors
@@ -635,7 +668,7 @@ def training(run, task):
             task=task,
             **models._asdict(),
             checkpoints=checkpoints,
-            logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder),
+            logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder, run.logger),
             phases=Phases(run.offload),
             groups=[(0, [prompt]) for prompt in task.prompts],
             step=step,
@@ -996,6 +1029,7 @@ def finish(loop):
                 about += ", their rewards minus the KL penalty"
             common.write_report(run.out_dir, rows, about, tokenizer, run.gamma, CURVES, changed)
 
+    hint_at_critic(run.out_dir)
     with loop.phases("export", loop.actor, loop.critic):
         loop.actor.export_hf(f"{run.out_dir}/hf", tokenizer)
         loop.critic.export_hf(f"{run.out_dir}/critic_hf")
@@ -1149,7 +1183,7 @@ def print_step(step, steps, m):
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = common.time_left(m["perf/time_step"], steps - step)
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}{what_is_wrong(m)}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
@@ -1157,6 +1191,18 @@ def print_step(step, steps, m):
         f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
         f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
     )
+
+
+def what_is_wrong(m):
+    """Words on a step from which little can be learned, or "", as in ` (2 failed, all equal)`."""
+    words = []
+    if m["reward/errors"]:
+        words.append(f"{m['reward/errors']:.0f} failed")
+    if m["reward/min"] == m["reward/max"]:
+        words.append("all equal")
+    if m["rollout/truncated"] == 1:
+        words.append("all cut off")
+    return f" ({', '.join(words)})" if words else ""
 
 
 def where_time_went(m):
@@ -1184,6 +1230,18 @@ def print_sample(step, run, replies):
     reply = replies[0]
     shown = f"{reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
     print0(f"sample     {shown}  {reply.fault[:100]}".rstrip())
+
+
+def hint_at_critic(out_dir):
+    """Says so if the critic explained nothing in the last ten steps that could be explained."""
+    past = common.read_lines(f"{out_dir}/metrics.jsonl") if RANK == 0 else []
+    explained = [row.get("critic/explained_var") for row in past]
+    last = [x for x in explained if x is not None][-10:]
+    if len(last) == 10 and statistics.median(last) <= 0:
+        print0(
+            "hint       at the end, the critic explained nothing of the returns: see its curve in"
+            " the report, and a higher --critic.lr or --critic-where-it-helps"
+        )
 
 
 def on_rank_0(mine):
@@ -1581,8 +1639,8 @@ def try_functions(run, task):
 
 def reward_config(run):
     """The Config of a reward model: the flags of the critic, but those about its own model."""
-    own = "tokenizer override_config value_head value_range lora_rank freeze_modules".split()
-    defaults = {x.name: x.default for x in fields(run.critic) if x.name in own}
+    own = "tokenizer override_config value_head value_range lora_rank lora_alpha freeze_modules"
+    defaults = {x.name: x.default for x in fields(run.critic) if x.name in own.split()}
     return replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
 
 

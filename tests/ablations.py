@@ -59,6 +59,8 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "critic from scratch, lambda 1": SCRATCH,
     "pretrained critic, lambda 1": PRETRAINED,
     "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
+    "critic from scratch, by turns": f"{SCRATCH} --gae-level turn",
+    "pretrained critic, by turns": f"{PRETRAINED} --gae-level turn",
     "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
     "from scratch, head at the mean return": "--train-batch-size 8 --critic.value-head-init mean",
     "from scratch, reads the right answer": f"{SCRATCH} --privileged-key answer",
@@ -112,10 +114,12 @@ def ablations(
     seeds: int = 5,
     steps: int = 60,
     jobs: int = os.cpu_count(),
+    only: tuple[str, ...] = (),
 ):
     """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at
-    once."""
+    once. only: names of recipes."""
     recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
+    recipes = {name: recipes[name] for name in only or recipes}
     script, own = "ppo_loop.py", "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     todo = []

@@ -287,7 +287,7 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, **fields)
     n = len(turns[0])
     prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
-    run = a_run(**{"max_response_length": 30, **fields})
+    run = a_run(**{"max_response_length": 30, "environment": "mine.py:observe", **fields})
     task = a_task(tokenizer=tokenizer, observe=observe, images=images)
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")

@@ -103,6 +103,32 @@ def save_results(folder, name, models, results_of, jobs):
         torch.save(results, folder / name)
 
 
+# ---- Advantages ----------------------------------------------------------------------------------
+
+
+def gae_by_hand(tokens, gamma, lam, bootstrap, level="token"):
+    """(advantage, return) of each (reward, value, is an action) token of a row, by the textbook, in
+    float64. level: what takes a step, a "token" or a "turn", a span of actions."""
+    steps = []  # the actions of each
+    for t, (_, _, acts) in enumerate(tokens):
+        if acts and level == "turn" and t > 0 and tokens[t - 1][2]:
+            steps[-1].append(t)
+        elif acts:
+            steps.append([t])
+
+    # a step earns the rewards up to the next one, and the first one also those before itself
+    out = [(0.0, 0.0)] * len(tokens)
+    advantage, end = 0.0, len(tokens)
+    for i, places in reversed([*enumerate(steps)]):
+        start, value = places[0] if i else 0, tokens[places[0]][1]
+        reward = math.fsum(r for r, _, _ in tokens[start:end])
+        advantage = reward + gamma * bootstrap - value + gamma * lam * advantage
+        for t in places:
+            out[t] = (advantage, advantage + value)
+        bootstrap, end = value, start
+    return out
+
+
 # ---- The critic: values, loss and gradient of an update ------------------------------------------
 
 
@@ -149,6 +175,8 @@ def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}
     values, losses = plain_loop(batch, outputs_of)
     if mode == "token-mean":
         loss = torch.cat(losses).mean()
+    elif mode == "token-sum":
+        loss = torch.cat(losses).sum()
     else:  # mean over rows of a row's sum, mean, or sum divided by a constant
         of_row = {"seq-mean-token-mean": torch.mean, "seq-mean-token-sum": torch.sum}
         of_row["seq-mean-token-sum-norm"] = lambda x: x.sum() / 50
@@ -304,7 +332,7 @@ def loss_by_hand(lm, batch, run):
     for start, end, places in rows:
         log_p_LV = log_softmax_of(lm, batch.input_ids[start:end], run.temperature)
         weight = {
-            "token-mean": 1 / actions, "seq-mean-token-sum": 1 / len(rows),
+            "token-mean": 1 / actions, "token-sum": 1, "seq-mean-token-sum": 1 / len(rows),
             "seq-mean-token-mean": 1 / len(rows) / len(places),
             "seq-mean-token-sum-norm": 1 / len(rows) / run.max_response_length,
         }[config.loss_agg_mode]  # fmt: skip

@@ -25,6 +25,7 @@ import transformers
 from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, worker, write_manifest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from reference import gae_by_hand
 from safetensors.torch import save_file
 from torch.testing import assert_close
 from torch.utils.flop_counter import FlopCounterMode
@@ -254,43 +255,25 @@ def test_the_coefficient_of_kl_equals_verl():
     assert ppo_loop.next_kl_coef(1.0, 0.0, 10**6, 0.1) == pytest.approx(0.8)  # still positive
 
 
-def plain_gae(tokens, gamma, lam, bootstrap):
-    """(advantage, return) of each (reward, value, is an action) token, by the textbook, in
-    float64."""
-    out = [(0.0, 0.0)] * len(tokens)
-    actions = [t for t, (_, _, acts) in enumerate(tokens) if acts]
-    starts = [0, *actions[1:]]
-    ends = [*actions[1:], len(tokens)]
-
-    # an action earns the rewards up to the next one, and the first action also those before itself
-    advantage = 0.0
-    for t, start, end in reversed([*zip(actions, starts, ends)]):
-        value = tokens[t][1]
-        reward = sum(r for r, _, _ in tokens[start:end])
-        advantage = reward + gamma * bootstrap - value + gamma * lam * advantage
-        out[t] = (advantage, advantage + value)
-        bootstrap = value
-    return out
-
-
 number = st.floats(-10, 10, width=32)
 token = st.tuples(number, number, st.booleans())  # reward, value, is it an action
 row = st.tuples(st.lists(token, max_size=20), number)  # tokens, bootstrap
 
 
+@pytest.mark.parametrize("level", ["token", "turn"])
 @settings(max_examples=150, deadline=None)
 @given(st.lists(row, min_size=1, max_size=5), st.floats(0, 1), st.floats(0, 1), st.booleans())
-def test_gae_equals_a_plain_loop(rows, gamma, lam, bootstrapped):
-    """With rewards anywhere, and rows without an action."""
+def test_gae_equals_a_plain_loop(level, rows, gamma, lam, bootstrapped):
+    """With rewards anywhere, turns of any length, and rows without an action."""
     tail_B = [bootstrap if bootstrapped else 0.0 for _, bootstrap in rows]
     rows = [[(0.0, 0.0, False), *tokens] for tokens, _ in rows]  # each begins with a prompt token
-    expected = [plain_gae(row, gamma, lam, tail) for row, tail in zip(rows, tail_B)]
+    expected = [gae_by_hand(row, gamma, lam, tail, level) for row, tail in zip(rows, tail_B)]
     expected = torch.tensor(sum(expected, []), dtype=torch.float64).T
 
     columns = map(torch.tensor, zip(*sum(rows, [])))
     cu_seqlens = common.cumulative(torch.tensor([*map(len, rows)]))
     bootstrap_B = torch.tensor(tail_B) if bootstrapped else None
-    found = common.gae(*columns, cu_seqlens, gamma, lam, bootstrap_B)
+    found = common.GAE[level](*columns, cu_seqlens, gamma, lam, bootstrap_B)
     assert_close(torch.stack(found).double(), expected, rtol=1e-6, atol=1e-5)
 
 
@@ -1231,6 +1214,7 @@ def of_answers(rewards, values, n=2, **fields):
         "kl_penalty": "k1",
         "gamma": 1.0,
         "lam": 1.0,
+        "gae_level": "token",
         "critic_where_it_helps": False,
         "bootstrap_truncated": False,
     }
@@ -1273,9 +1257,14 @@ def test_the_only_action_gets_all_the_credit():
     ([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0),
 ])  # fmt: skip
 @pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
-def test_the_mean_return_replaces_a_critic_that_explains_nothing(n, less, values, helps):
+@pytest.mark.parametrize("gamma, level", [(1.0, "token"), (0.5, "turn")])
+def test_the_mean_return_replaces_a_critic_that_explains_nothing(
+    n, less, values, helps, gamma, level
+):
+    """Nothing comes after the only turn of a row, so a gamma that counts turns changes nothing."""
     rewards = [1.0, 2.0, 3.0, 4.0]
-    found, metrics = of_answers(rewards, values, critic_where_it_helps=True, rollout_n=n)
+    flags = {"critic_where_it_helps": True, "rollout_n": n, "gamma": gamma, "gae_level": level}
+    found, metrics = of_answers(rewards, values, **flags)
     assert metrics == {"critic/helps": helps}
     for row, reward, mean, value in zip(found, rewards, less, values):
         baseline = value if helps else mean

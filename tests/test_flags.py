@@ -129,8 +129,18 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
     ("--lam-policy 1 --first-token-credit 0.5", "1.0: excludes --first-token-credit 0.5"),
+    ("--gae-level turn --first-token-credit 0.5", "credit 0.5: counts tokens, so it excludes"),
     ("--actor.tis-cap 2 --old-log-probs engine", "--actor.tis-cap 2.0: with --old-log-probs"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
+    ("--reward addition --reward-timeout 0", "0.0: does nothing without a function of FILE.py"),
+    ("--max-turns 9", "--max-turns 9: does nothing without --environment"),
+    ("--kl-penalty k3", "--kl-penalty k3: does nothing without --kl-coef or --actor.kl-loss-coef"),
+    ("--actor.kl-loss-type k1 --kl-coef 1", "k1: does nothing without --actor.kl-loss-coef"),
+    ("--vllm.tensor-parallel-size 2", "--vllm.tensor-parallel-size 2: does nothing without --roll"),
+    ("--vllm.gpu-memory-utilization 0.7", "-utilization 0.7: does nothing without --rollout vllm"),
+    ("--chat-template-kwargs {}{}", "--chat-template-kwargs {}{}: does nothing without --prompts"),
+    ("--critic.lora-alpha 8", "--critic.lora-alpha 8.0: does nothing without --critic.lora-rank"),
+    ("--critic.fsdp-size 1 --critic.strategy none", "1: does nothing with --critic.strategy none"),
     ("--actor.ratio-band 2 1", "--actor.ratio-band 2.0 1.0: LOW must be below HIGH"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
@@ -138,11 +148,24 @@ def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
         ppo_loop.parse(flags.split())
 
 
+@pytest.mark.parametrize("flags", [
+    "--max-turns 9 --environment x.py:f --reward-timeout 0", "--kl-penalty k3 --kl-coef 0.1",
+    "--kl-penalty k3 --actor.kl-loss-coef 0.1 --actor.kl-loss-type k1", "--max-turns 8",
+    "--reward x.py:f --reward-timeout 0", "--rollout vllm --vllm.tensor-parallel-size 2",
+    "--critic.lora-rank 2 --critic.lora-alpha 8", "--critic.fsdp-size 1",
+    "--prompts x --reward-model x --chat-template-kwargs {}{}",
+    "--reward-model x --critic.lora-rank 2 --critic.lora-alpha 8",
+])  # fmt: skip
+def test_flags_that_need_others_are_taken_with_them(flags):
+    run = ppo_loop.parse(flags.split())
+    if run.reward_model:
+        ppo_loop.reward_config(run)  # it has no LoRA, whatever the critic has
+
+
 @pytest.mark.parametrize("named, flags", [
     ("--critic.value-range", "--critic.value-head hl_gauss"), ("--prompts", "--privileged-key x"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--prompts x.jsonl --reward gsm8k", "--reward nothing.py:f", "--environment nothing.py:f",
-    "--vllm.tensor-parallel-size 2",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",
     "--actor.ppo-max-token-len-per-gpu 13", "--critic.ulysses-size 3", "--critic.model tiny-qwen7",
     "--critic.ppo-max-token-len-per-gpu 13", "--critic.forward-max-token-len-per-gpu 13",
@@ -152,7 +175,8 @@ def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     '--actor.model tiny-llama --actor.override-config {"max_position_embeddings":13}',
     # it has no value head
     "--reward-model /none", "--reward-model lm",
-    *([] if importlib.util.find_spec("vllm") else ["--rollout vllm"]),
+    *(["--vllm.tensor-parallel-size 2 --rollout vllm"] if importlib.util.find_spec("vllm") else
+      ["--rollout vllm --vllm.tensor-parallel-size 2"]),
     "--prompts rows.jsonl --chat --reward mine.py:f",
     "--critic.tokenizer words",
 ))])  # fmt: skip

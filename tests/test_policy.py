@@ -72,6 +72,7 @@ ACTORS = [  # model, temperature, fields of ActorConfig
     ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
     ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1,
       clip_ratio_c=None)),
+    ("tiny-qwen2", 1.0, dict(loss_agg_mode="token-sum")),
     ("tiny-llama", 0.7, dict(loss_agg_mode="seq-mean-token-mean", kl_loss_coef=0.3,
       clip_ratio_high=0.4)),
     ("tiny-gemma2", 0.7, dict(kl_loss_coef=0.3, kl_loss_type="k3", entropy_coeff=0.05,

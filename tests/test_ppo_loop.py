@@ -170,6 +170,46 @@ def test_a_steps_line_ends_with_the_phases_that_took_most_of_it(seconds, words):
     assert ppo_loop.where_time_went({"perf/time_step": 99.0, **times}) == words
 
 
+def test_the_line_of_a_step_says_from_what_little_can_be_learned(whole_run, tmp_path, capsys):
+    """What it says is counted in the dumped rows. The critic's values stay 0: a hint at the end."""
+    (tmp_path / "mine.py").write_text(
+        "def f(prompt, response, answer):\n"
+        "    return 1 / (int(prompt[0]) // 3)\n"  # fails for 1 and 2
+    )
+    whole_run(
+        f"--reward {tmp_path}/mine.py:f --reward-timeout 0 --steps 14 --train-batch-size 3"
+        " --max-response-length 2 --critic.value-head-init zero --critic.lr 1e-30"
+        " --stop a b c d e f 1 2 3"
+    )
+    steps = common.read_lines(tmp_path / "out/metrics.jsonl")[1:]  # the first is an evaluation
+    said = capsys.readouterr().out
+    seen = set()
+    for step, line in enumerate(re.findall(r"step .*reward \S+(?: \((.*?)\))?  length", said), 1):
+        rows = common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl")
+        failed = sum(row["fault"] != "" for row in rows)
+        words = [f"{failed} failed"] * (failed > 0)
+        words += ["all equal"] * (len({row["score"] for row in rows}) == 1)
+        words += ["all cut off"] * all(row["truncated"] for row in rows)
+        assert line == ", ".join(words)
+        assert steps[step - 1]["reward/max"] == max(row["score"] for row in rows)
+        seen.update(words)
+    assert {"1 failed", "2 failed", "all equal", "all cut off"} <= seen and step == 14, seen
+    assert said.count("hint       at the end, the critic explained nothing") == 1
+
+
+@pytest.mark.parametrize("explained, hint", [
+    ([0.0] * 10, True), ([0.5] * 9 + [-0.1] * 10, True), ([-0.1] * 10 + [None] * 5, True),
+    ([-9.0] * 9, False), ([-0.1] * 9 + [0.1] * 10, False), ([-9.0] * 4 + [0.1] * 6, False),
+])  # fmt: skip
+def test_a_hint_at_the_end_needs_ten_steps_without_anything_explained(
+    explained, hint, tmp_path, capsys
+):
+    rows = [{"step": 0, "eval/reward": 0.5}] + [{"critic/explained_var": x} for x in explained]
+    common.replace_lines(f"{tmp_path}/metrics.jsonl", rows)
+    ppo_loop.hint_at_critic(tmp_path)
+    assert ("explained nothing" in capsys.readouterr().out) == hint
+
+
 def test_every_phase_of_a_step_has_a_word(whole_run, tmp_path, capsys):
     whole_run("--kl-coef 0.1 --save-every 1")
     rows = common.read_lines(tmp_path / "out/metrics.jsonl")

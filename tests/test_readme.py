@@ -44,6 +44,7 @@ OWN, VOTE = (
     re.search(rf"^```python {name}\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
     for name in ("own", "vote")
 )
+LOGS = re.findall(r"^```python log\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
 [OWN_ROWS] = [line for _, line in COMMANDS if line.endswith("--out-dir out/my")]
@@ -431,6 +432,35 @@ def test_files_of_other_kinds_become_rows(line, tmp_path):
         rows = [SHEPHERD]
     (made,) = tmp_path.glob("rows.*")
     assert list(map(json.loads, common.read_file(str(made), "--rollouts"))) == rows
+
+
+HOLDS_BACK = """import atexit
+
+rows = []
+log = rows.append
+atexit.register(lambda: open("held_back", "w").write(str(rows)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("snippet", [HOLDS_BACK, *LOGS])
+def test_a_logger_of_another_package_gets_the_last_line(snippet, tmp_path):
+    """Also one that it holds back until the process ends."""
+    pytest.importorskip(snippet.split()[1])
+    (tmp_path / "mine.py").write_text(snippet)
+    (tmp_path / "logs.py").write_text(
+        "import common\n\n"
+        "def main():\n"
+        "    logger = common.Logger('out', {}, 0, None, 'mine.py:log')\n"
+        "    logger.log(1, {'critic/vf_loss': 0.5, 'perf/mfu': float('nan')})\n"
+        "    logger.log(2, {'eval/the_last_one': 0.25})\n\n"
+        "common.launch(main)\n"
+    )
+    home = {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    succeeded(run("bash", "-c", f"{sys.executable} logs.py", cwd=tmp_path, **home))
+    theirs = [path for path in tmp_path.glob("**/*") if path.is_file() and "out" not in path.parts]
+    theirs = [path.read_bytes() for path in theirs if path.suffix != ".py"]
+    assert any(b"eval/the_last_one" in x and b"critic/vf_loss" in x for x in theirs)
 
 
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "board"])

@@ -8,9 +8,9 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import SHARED, actions_of, random_batch
+from helpers import SHARED, actions_of, random_batch, rows_of
 from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of, play
-from reference import kl_of
+from reference import gae_by_hand, kl_of
 
 import common
 import ppo_loop
@@ -294,11 +294,12 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
     (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0,
       bootstrap_truncated=True)),
     (0.1, dict(first_token_credit=0.3, lam=0.9)),
+    (0.1, dict(gae_level="turn", gamma=0.9, lam=0.8, lam_policy=0.4, bootstrap_truncated=True)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
-    """The loop goes action by action, backwards from the end of each row. Not only the last action
+    """The loop goes step by step, backwards from the end of each row. Not only the last action
     earns something."""
-    run = a_run(**fields)
+    run = a_run(kl_coef=kl_coef, **fields)
     batch = random_batch(8, 6, idle=False)
     g = torch.Generator().manual_seed(1)
     # k3 stays < 10
@@ -315,23 +316,20 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
 
-    for b, places in enumerate(actions_of(batch)):
-        after = (
-            float(batch.values[places[-1]])
-            if run.bootstrap_truncated and batch.truncated[b]
-            else 0.0
-        )
-        for_policy = for_critic = 0.0
+    for b, ((start, end), places) in enumerate(zip(rows_of(batch), actions_of(batch))):
+        paid_T = kl_coef * kl_T[start:end] if kl_coef else 0.0
+        rewards_T[start:end] = earned_T[start:end] - paid_T
+        bootstraps = run.bootstrap_truncated and batch.truncated[b]
+        after = float(batch.values[places[-1]]) if bootstraps else 0.0
         if run.first_token_credit:
             lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
-        for t in reversed(places):
-            v = float(batch.values[t])
-            rewards_T[t] = earned_T[t] - kl_coef * kl_T[t]
-            delta = float(rewards_T[t]) + run.gamma * after - v
-            advantages_T[t] = for_policy = delta + run.gamma * lam_policy * for_policy
-            for_critic = delta + run.gamma * run.lam * for_critic
-            returns_T[t] = for_critic + v
-            after = v
+
+        columns = (rewards_T, batch.values, batch.response_mask)
+        tokens = [*zip(*(x_T[start:end].tolist() for x_T in columns))]
+        steps = (tokens, run.gamma, lam_policy, after, run.gae_level)
+        advantages_T[start:end] = torch.tensor([a for a, _ in gae_by_hand(*steps)])
+        steps = (tokens, run.gamma, run.lam, after, run.gae_level)
+        returns_T[start:end] = torch.tensor([target for _, target in gae_by_hand(*steps)])
 
     if run.whiten_advantages:
         x = advantages_T[batch.response_mask].numpy()

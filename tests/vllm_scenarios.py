@@ -166,7 +166,7 @@ def played(engine, mine):
         heard[prompt] = heard.get(prompt, 0) + 1
         return "12+" if heard[prompt] <= answer else None
 
-    run = tests.a_run(max_response_length=48, max_turns=5)
+    run = tests.a_run(max_response_length=48, environment="mine.py:observe", max_turns=5)
     task = tests.a_task(tokenizer=common.char_tokenizer(), observe=observe)
     replies = [ppo_loop.Reply(prompts[i], i) for i in mine]
     ppo_loop.roll_out(engine, task, replies, run, 0.9)
