@@ -51,13 +51,10 @@ Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 ca
 Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # and the square of this
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
-AggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+AggMode = (
+    Literal["token-mean", "token-sum"]
+    | Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+)
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -160,9 +157,6 @@ class Config:
                 raise ValueError(f"{flag}: too narrow for float32; give numbers farther apart")
         if self.value_head == "hl_gauss" and self.value_head_init == "mean":
             raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
-        if self.lora_alpha != Config.lora_alpha and not self.lora_rank:
-            flag = f"{to}lora-alpha {self.lora_alpha}"
-            raise ValueError(f"{flag}: does nothing without {to}lora-rank")
 
         # the loss and the optimizer
         limit = self.response_length_limit
@@ -177,6 +171,9 @@ class Config:
         # the layout
         if self.strategy == "none" and self.fsdp_size != -1:
             raise ValueError(f"{to}fsdp-size {self.fsdp_size}: does nothing with {to}strategy none")
+        if self.lora_alpha != Config.lora_alpha and not self.lora_rank:
+            flag = f"{to}lora-alpha {self.lora_alpha}"
+            raise ValueError(f"{flag}: does nothing without {to}lora-rank")
         if self.strategy == "fsdp1" and (self.offload_policy or self.defer_grad_sync):
             flags = f"{to}offload-policy and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
@@ -198,8 +195,7 @@ class Run:
     eval_rollouts: Text | None = None
     # no training: write this JSONL file with values to out_dir/scored.jsonl
     score: Text | None = None
-    # key of the prompt, text or chat messages (None: prompt, messages, ..., see the reference)
-    prompt_key: Text | None = None
+    prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
     response_key: Text | None = None
     reward_key: Text | None = None  # key of the reward
@@ -241,9 +237,6 @@ class Run:
         if self.eval_rollouts and not self.rollouts:
             flag = f"--eval-rollouts {self.eval_rollouts}"
             raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
-        if self.chat_template_kwargs != "{}" and not (self.rollouts or self.score):
-            flag = f"--chat-template-kwargs {self.chat_template_kwargs}"
-            raise ValueError(f"{flag}: does nothing without --rollouts or --score")
         if self.score and exists(self.score) and not isfile(self.score):
             raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
 
@@ -257,10 +250,9 @@ class Run:
 
 if __name__ == "__main__":  # here, because the imports below take ten seconds
     # a stream that is closed would be the next file that opens
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name in ("stdin", "stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "r+"))
-            os.set_inheritable(number, True)
 
     speaks = os.environ.get("RANK", "") in ("", "0")  # one rank speaks for all
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway

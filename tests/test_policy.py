@@ -291,7 +291,7 @@ def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place
     batch = batch_to_learn(w)
     for one in (w, whole):
         one.update_policy(batch)
-    count = len(w.plan_micro_batches(common.describe(batch))[0])
+    count = len(w.plan_micro_batches(common.describe(batch), w.max_tokens)[0])
     assert count > 1
     with interrupted_in(w, place, count):
         w.update_policy(batch)
