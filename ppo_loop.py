@@ -2044,6 +2044,15 @@ class PolicyWorker:
         if failed:
             self.model.state_dict()  # its hooks shard what the update has left gathered
 
+    def check_batch(self, batch, rows, max_tokens):
+        """UserError if a row does not fit the model or, alone, a micro-batch."""
+        self.check_ready()
+        common.check_rows(batch, self.model_config)
+        longest = max((row.length for row in rows), default=0)
+        if longest > max_tokens:
+            words = f"a row has {longest} tokens, but a micro-batch takes {max_tokens}"
+            raise UserError(f"{words}: raise --actor.ppo-max-token-len-per-gpu")
+
     def offload(self):
         """Moves weights and optimizer state to the host, to free device memory for other phases."""
         for module in self.model.modules():
@@ -2113,9 +2122,8 @@ class PolicyWorker:
     @torch.no_grad()
     def compute_log_probs(self, batch, rows):
         """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
-        UserError: a row does not fit the model."""
-        self.check_ready()
-        common.check_rows(batch, self.model_config)
+        UserError: a row does not fit."""
+        self.check_batch(batch, rows, self.max_tokens_forward)
         table = self.plan_micro_batches(rows, self.max_tokens_forward)
         local = self.fetch(batch, table)
         log_probs = []
@@ -2144,9 +2152,8 @@ class PolicyWorker:
     )
     def update_policy(self, batch, rows):
         """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
-        UserError: a row does not fit the model."""
-        self.check_ready()
-        common.check_rows(batch, self.model_config)
+        UserError: a row does not fit."""
+        self.check_batch(batch, rows, self.max_tokens)
         self.steps_before = self.optimizer_steps
         config = self.config
         totals = collections.Counter(self.no_sums)  # of the steps taken

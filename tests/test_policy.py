@@ -284,6 +284,22 @@ def test_an_actor_notices_another_model_meanwhile_and_other_attention(monkeypatc
         again.compute_log_probs(batch)
 
 
+def test_a_row_above_the_budget_is_refused():
+    w = policy()
+    batch = batch_to_learn(w, 4)
+    longest, _ = batch.longest
+    words = f"a row has {longest} tokens, but a micro-batch takes {longest - 1}"
+    w.max_tokens_forward = longest - 1
+    w.max_tokens = longest - 1
+    for call in (w.compute_log_probs, w.update_policy):
+        with refused(words):
+            call(batch)
+
+    # it has not begun an update
+    w.max_tokens = longest
+    w.update_policy(batch)
+
+
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
 def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place, tmp_path):
     """A new actor that loads the checkpoint goes on as one that has never failed."""
