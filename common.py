@@ -3295,7 +3295,9 @@ def configure_head(model_config, config, value_range):
     """Records the value head in a transformers config: num_labels outputs, over value_range or
     None. UserError: the head needs a range."""
     stored = getattr(model_config, "value_range", None)
+    model_config.id2label = None  # an export gives its output a name, see exported_config
     model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
+    model_config.problem_type = None
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
     model_config.dtype = torch.float32
@@ -3310,7 +3312,6 @@ def exported_config(model_config):
     """A copy of a critic's config that says what the head's outputs are, for programs that would
     make probabilities of them."""
     exported = copy.deepcopy(model_config)
-    exported.problem_type = None
     if exported.num_labels == 1:
         label = "logit" if exported.value_range else "value"
         exported.problem_type = "regression"

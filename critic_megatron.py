@@ -52,10 +52,8 @@ Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 ca
 Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # and the square of this
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
-AggMode = (
-    Literal["token-mean", "token-sum"]
-    | Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-)
+SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal["token-mean", "token-sum", SeqMode]
 
 
 @pydantic.dataclasses.dataclass(frozen=True)

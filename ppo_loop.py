@@ -126,13 +126,8 @@ Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; log
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
-AggMode = Literal[
-    "token-mean",
-    "token-sum",
-    "seq-mean-token-sum",
-    "seq-mean-token-mean",
-    "seq-mean-token-sum-norm",
-]
+SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+AggMode = Literal["token-mean", "token-sum", SeqMode]
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 
 

@@ -100,9 +100,6 @@ MegatronConfig = critic_megatron.Config
      {"virtual_pipeline_model_parallel_size": 2}),
     ("--eval-rollouts x.jsonl: needs --rollouts", Run, {"eval_rollouts": "x.jsonl"}),
     ("--score /: must be a file", Run, {"score": "/"}),
-    ("kwargs [1]: does nothing without --rollouts", Run, {"chat_template_kwargs": "[1]"}),
-    ("kwargs [1]: does nothing without --rollouts", critic_megatron.Run,
-     {"chat_template_kwargs": "[1]"}),
 
     ("--ulysses-size 3: must divide the 4 ranks", Config, {"ulysses_size": 3}),
     ("--fsdp-size 3: must divide the 4 ranks, or be -1", Config, {"fsdp_size": 3}),
