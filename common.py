@@ -49,7 +49,7 @@ import signal
 import sys
 import traceback
 import zlib
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -1440,18 +1440,17 @@ def rows_of_line(line, response_key=None):
 def pair_of_rows(row):
     """A better answer, with a reward of 1, and a worse one, with 0. Both may be whole chats, which
     begin alike: there the answers begin where they differ."""
-    pair = []
     prompt = without(row, "chosen", "rejected")
     chats = [row["chosen"], row["rejected"]]
     if all(isinstance(chat, list) for chat in chats):
-        if isinstance(prompt.get("prompt"), list):
-            chats = [prompt["prompt"] + chat for chat in chats]
+        asked = prompt.pop("prompt", None) or prompt.pop("messages", None) or []
+        if isinstance(asked, list):
+            chats = [asked + chat for chat in chats]
         same = [x for x, y in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(*chats))]
-        prompt["prompt"] = same
         chats = [chat[len(same) :] for chat in chats]
-    for answer, reward in zip(chats, (1.0, 0.0)):
-        pair.append(prompt | {"completion": answer, "reward": reward})
-    return pair
+        prompt["messages"] = same or [{"role": "user", "content": asked}]
+    answers = zip(chats, (1.0, 0.0))
+    return [prompt | {"completion": answer, "reward": reward} for answer, reward in answers]
 
 
 def without(row, *keys):
@@ -1529,7 +1528,7 @@ def tools_of(row):
     tools = row.get("tools")
     with suppress(ValueError, TypeError):
         tools = json.loads(tools)
-    return tools
+    return tools or None
 
 
 def answers_in_chat(row, last_turn_only=False):
@@ -1544,11 +1543,12 @@ def answers_in_chat(row, last_turn_only=False):
     if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
         return row
 
-    # a chat that has its answers in it; a greeting at its start is none
+    # a chat that has its answers in it; a greeting before the first question is none
     roles = [message.get("role") for message in messages]
+    asked = roles.index("user") if "user" in roles else 0
     has_answer = any(row.get(name) is not None for name in ALTERNATIVES[1])
-    if not has_answer and "assistant" in roles[1:] and roles[-1] not in ("user", "system"):
-        first = roles.index("assistant", 1)
+    if not has_answer and "assistant" in roles[asked + 1 :] and roles[-1] not in ("user", "system"):
+        first = roles.index("assistant", asked + 1)
         row = row | {"messages": messages[:first], "completion": messages[first:]}
 
     # with --last-turn-only, earlier turns belong to the prompt
@@ -1582,7 +1582,7 @@ def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images):
     elif rollout.prompt:
         rollout.prompt_ids = encode_prompt(tokenizer, before, hint)
     elif tokenizer:
-        before = tokenizer.decode(rollout.prompt_ids[-16:], clean_up_tokenization_spaces=False)
+        before = decode(tokenizer, rollout.prompt_ids[-16:])
         if hint:
             rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
     if rollout.response_ids:
@@ -1620,14 +1620,17 @@ def encode_response(rollout, tokenizer, before, spans, ends):
 
     # labels of steps: a step is judged at its last token, and nothing else is
     if isinstance(rollout.response, list) and rollout.rewards is not None:
-        steps = itertools.accumulate(rollout.response)
-        last = [len(encode_behind(tokenizer, before, text)) - 1 for text in steps]
+        cut = "".join(rollout.response).find(text)  # what the prompt ends with already
+        steps = itertools.accumulate(map(len, rollout.response))
+        steps = [min(end - cut, len(text)) for end in steps]
+        last = places_of(tokenizer, before, text, ids, steps)
         acts = [place in last for place in range(len(ids))]
 
     # stopping is an action, too: a last turn that was not cut off ends with a token that says so
     elif acting and not rollout.truncated and (not span or span[-1] not in ends):
-        if tokenizer.eos_token_id is not None:
-            ids.append(tokenizer.eos_token_id)
+        end = next(iter(ends), None) if rollout.messages else tokenizer.eos_token_id
+        if end is not None:
+            ids.append(end)
             acts.append(True)
             last[-1] = len(ids) - 1
 
@@ -1698,8 +1701,10 @@ def row_as_read(ids, acts, tokenizer):
 
 HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
 BEYOND_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
-THOUGHT = re.compile(r"(<[\w:|]*think[\w:|]*>|\[THINK\])(\s*)$", re.IGNORECASE)  # opens one
-NO_THOUGHT = re.compile(r"<think>\s*</think>\s*")
+OPENS = r"<[\w:|]*think[\w:|]*>|\[THINK\]"
+CLOSES = OPENS.replace("<", "</").replace(r"\[", r"\[/")
+THOUGHT = re.compile(rf"((?:(?:{OPENS})\s*)?(?:{CLOSES})|{OPENS})(\s*)$", re.IGNORECASE)
+NO_THOUGHT = re.compile(r"<think>\n*</think>\n*")
 DATED = "the chat template writes today's date, which --chat-template-kwargs may set"
 
 
@@ -1707,13 +1712,48 @@ def encode_behind(tokenizer, before, text):
     """Token ids of a text that follows the text `before`.
 
     Tokenizers of the SentencePiece kind put a blank before a text that stands alone. So it is
-    encoded with the end of `before`, or, where a token would reach over both, with a letter."""
-    for anchor in (before[-100:], "\n", "a", "="):
+    encoded with the end of `before`, or with a letter where a token would reach over both, or where
+    a special token would swallow its first blanks, as Phi-3's do."""
+    found = []
+    for anchor in anchors(before):
         head = tokenizer.encode(anchor, add_special_tokens=False)
         whole = tokenizer.encode(anchor + text, add_special_tokens=False)
         if head and whole[: len(head)] == head:
-            return whole[len(head) :]
-    return tokenizer.encode(text, add_special_tokens=False)
+            found.append(whole[len(head) :])
+            if not text[:1].isspace() or decode(tokenizer, found[-1]).strip(" ") == text.strip(" "):
+                return found[-1]
+    return found[0] if found else tokenizer.encode(text, add_special_tokens=False)
+
+
+def anchors(before):
+    """What encode_behind puts before a text that follows `before`, until something fits."""
+    return before[-100:], "\n", "a", "="
+
+
+def decode(tokenizer, ids):
+    """The text of token ids, with special tokens and as it is."""
+    return tokenizer.decode(ids, clean_up_tokenization_spaces=False)
+
+
+def decode_behind(tokenizer, before, ids):
+    """The text of token ids that follow the ids `before`: alone, the first blank may be missing."""
+    head = decode(tokenizer, before[-16:])
+    whole = decode(tokenizer, before[-16:] + ids)
+    return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, ids)
+
+
+def places_of(tokenizer, before, text, ids, ends):
+    """Place among a text's ids, from encode_behind, of the token with the letter before each place
+    in `ends`. UserError: a token has two of them."""
+    for anchor in (*anchors(before), ""):
+        whole = tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=True)
+        if whole["input_ids"][-len(ids) :] == ids:
+            break
+    starts = [start - len(anchor) for start, _ in whole["offset_mapping"][-len(ids) :]]
+    places = [bisect_left(starts, end) - 1 for end in ends]
+    if len({*places}) < len(places) or min(places) < 0:
+        raise UserError("response: each step must end with a token of its own")
+    return places
 
 
 @functools.cache
@@ -1767,37 +1807,47 @@ def hint_before_ids(tokenizer, ids, hint):
 
 
 def turn_ends(tokenizer, model_config=None):
-    """{id: text} of the tokens that end a turn: EOS of the tokenizer and of the model's config, and
-    what the chat template puts behind an answer."""
+    """{id: text} of the tokens that end a turn: EOS of the tokenizer, and those that the configs of
+    model and generation name. In a chat, the first one ends a turn."""
     if tokenizer is None:
         return {}
-    known = model_config and model_config.get_text_config().eos_token_id
-    ids = {tokenizer.eos_token_id, *(known if isinstance(known, list) else [known])} - {None}
+    configs = [model_config.get_text_config()] if model_config else []
+    with suppress(Exception):  # there may be none
+        if tokenizer.name_or_path:
+            configs.append(transformers.GenerationConfig.from_pretrained(tokenizer.name_or_path))
+    ids = [tokenizer.eos_token_id]
+    for named in (config.eos_token_id for config in configs):
+        named = named if isinstance(named, list) else [named]
+        known = tokenizer.added_tokens_decoder
+        ids += [i for i in named if i in known and known[i].special]
 
-    # the special token behind an answer, if the template has one there
+    # what the chat template puts behind an answer comes first if the model stops there
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "an answer"}]
     with suppress(Exception):  # there may be no template, or one of another kind
         text = tokenizer.apply_chat_template(chat, tokenize=False)
         behind = text.rpartition("an answer")[2].lstrip()
         first = tokenizer.encode(behind, add_special_tokens=False)[0]
-        if tokenizer.added_tokens_decoder[first].special:
-            ids.add(first)
-    return dict(zip(ids, tokenizer.convert_ids_to_tokens(list(ids))))
+        if first in ids:
+            ids.insert(0, first)
+        elif tokenizer.added_tokens_decoder[first].special:
+            ids.append(first)
+    ids = [i for i in dict.fromkeys(ids) if i is not None]
+    return dict(zip(ids, tokenizer.convert_ids_to_tokens(ids)))
 
 
 def behind_thought(before, text):
-    """(the text without a <think> that `before`, such as a generation prompt, ends with already;
-    what the user should know, or "")."""
-    opened = THOUGHT.search(before)
-    if not opened:
+    """(the text without a <think>, or a thought that is closed, that `before`, such as a generation
+    prompt, ends with already; what the user should know, or "")."""
+    thought = THOUGHT.search(before)
+    if not thought:
         return text, ""
-    word, blanks = opened.groups()
-    if text.lstrip().startswith(word):
-        rest = text.lstrip().removeprefix(word)
+    words, blanks = thought.groups()
+    if text.lstrip().startswith(words):
+        rest = text.lstrip().removeprefix(words)
         return rest[len(os.path.commonprefix([blanks, rest])) :], ""
-    if word.replace("<", "</").replace("[", "[/") in text:
+    if re.search(CLOSES, words + text, re.IGNORECASE):
         return text, ""
-    return text, f"they neither begin nor end the {word} that their prompt ends with"
+    return text, f"they neither begin nor end the {words} that their prompt ends with"
 
 
 def writes_date(tokenizer):
@@ -1818,14 +1868,19 @@ def texts_of_chat(rollout, tokenizer, ends, options, images=False):
             raise UserError("completion: it has no message of the assistant")
         return chat_text(tokenizer, messages, **options), []
 
-    # the whole chat, once; what the policy wrote last is the message itself if that is only text
+    # the whole chat, once; a last turn that it does not show as it is, is known as text
+    start_of = lambda n: chat_text(tokenizer, messages[:n], begin=n > first, **options)
+    whole = chat_text(tokenizer, messages, complete=True, **options)
     last = messages[-1]
     is_text = turns[-1] == len(messages) - 1 and not any(map(last.get, BEYOND_TEXT))
-    start_of = lambda n: chat_text(tokenizer, messages[:n], begin=n > first, **options)
     if is_text:
-        whole = start_of(turns[-1])
-    else:
-        whole = chat_text(tokenizer, messages, complete=True, **options)
+        start = start_of(turns[-1])
+        turn = whole.removeprefix(start)
+        lead = turn[: turn.find(content_of(last))]
+        written = not lead.strip() or any(map(lead.__contains__, tokenizer.get_added_vocab()))
+        if turn == whole or content_of(last) not in turn or not written or NO_THOUGHT.search(lead):
+            whole = start
+        is_text = whole == start
 
     # each turn, and what stands before it
     done = 0
@@ -1837,6 +1892,8 @@ def texts_of_chat(rollout, tokenizer, ends, options, images=False):
         else:
             through = chat_text(tokenizer, messages[: n + 1], complete=True, **options)
             turn = turn_as_shown(messages[n], n + 1, start, through, whole, ends)
+        if rollout.truncated and n == turns[-1]:
+            turn = functools.reduce(str.removesuffix, ends.values(), turn)
         spans += [(start[done:], False), (turn, True)]
         done = len(start) + len(turn)
     (before, _), *spans = spans
@@ -1847,31 +1904,41 @@ def turn_as_shown(message, number, start, through, whole, ends):
     """The text of an assistant's turn, with the token that ends it, as the whole chat shows it.
 
     start, through: the chat up to this message, and with it. UserError: the template shows it in
-    another way when more follows, or not all of it."""
+    another way there, or not all of it."""
+    # the policy stops behind the first token that ends a turn
     turn = through.removeprefix(start)
+    ends_at = [turn.index(word) + len(word) for word in ends.values() if word in turn]
+    content = content_of(message)
+    if ends_at:
+        turn = turn[: min(ends_at)]
+    elif content == content.rstrip():
+        turn = turn.rstrip()
+
     shown = (turn, NO_THOUGHT.sub("", turn, count=1))  # Qwen3's last turn gets an empty thought
     shown = [text for text in shown if whole.startswith(start + text)]
     if not shown:
-        words = "the chat template shows this turn in another way when it is not the last one"
-        way_out = "give response_ids and response_mask, or --last-turn-only"
+        words = "the chat template rewrites this turn, so what the policy wrote is not known"
+        way_out = "give response_ids and response_mask, or, if it is no last one, --last-turn-only"
         raise UserError(f"message {number}: {words}; {way_out}")
-
-    # all that the policy wrote must be there
     turn = shown[0]
-    rest = turn
-    parts = [("content", content_of(message))]
-    parts += [(key, message.get(key) or "") for key in BEYOND_TEXT[2:]]
+
+    # all that the policy wrote must be there; its thought may begin in the prompt
+    opened = THOUGHT.search(start)
+    rest = (opened[0] if opened else "") + turn
+    parts = [("content", content)]
+    parts += [(key, str(message.get(key) or "")) for key in BEYOND_TEXT[2:]]
     parts += [("tool_calls", call.get("name", "")) for call in calls_of([message])]
-    for key, text in parts:
-        text = str(text).strip()
-        if text not in rest:
+    for key, text in sorted(parts, key=lambda part: -len(part[1])):
+        if text.strip() not in rest:
             words = f"the chat template leaves out its {key}; give response_ids"
             raise UserError(f"message {number}: {words}")
-        rest = rest.replace(text, "", 1)
+        rest = rest.replace(text.strip(), "", 1)
 
-    # the policy stops behind the first token that ends a turn
-    ends_at = [turn.index(word) + len(word) for word in ends.values() if word in turn]
-    return turn[: min(ends_at, default=len(turn))]
+    # in some templates the next role's token ends it
+    behind = whole[len(start) + len(turn) :]
+    if not ends_at:
+        turn += next(filter(behind.startswith, ends.values()), "")
+    return turn
 
 
 def chat_text(tokenizer, messages, complete=False, begin=False, **options):
@@ -1885,20 +1952,24 @@ def chat_text(tokenizer, messages, complete=False, begin=False, **options):
         if complete or begin or messages[-1]["role"] != "assistant":
             return from_template(tokenizer, messages, not complete, **options)
 
-        # a template may trim the message that goes on
+        # a template may trim the message that goes on, or leave out an empty one
+        begin = from_template(tokenizer, messages[:-1], True, **options)
         content = content_of(messages[-1])
+        if not content.strip():
+            return begin + content
         text = from_template(tokenizer, messages, continue_final_message=True, **options)
+        start = begin if text.startswith(begin) else ""
+        rest = text.removeprefix(start)
         for kept in (content, content.rstrip(), content.strip()):
-            if text.endswith(kept):
-                text = text.removesuffix(kept) + content
+            if rest.endswith(kept):
+                text = start + rest.removesuffix(kept) + content
                 break
         else:
             raise ValueError("it changes the last message, which the response continues")
 
         # Qwen3 puts an empty thought before one that has begun
         if content.lstrip().startswith("<think>") and NO_THOUGHT.search(text):
-            start = from_template(tokenizer, messages[:-1], True, **options)
-            text = start + behind_thought(start, content)[0]
+            text = begin + behind_thought(begin, content)[0]
         return text
 
 
@@ -1914,14 +1985,21 @@ def from_template(tokenizer, messages, add_generation_prompt=False, **options):
     if not calls_of(messages):
         return apply(messages)
 
-    # what is shown in Python's words was not expected
-    with suppress(Exception):
-        objects = with_arguments(messages, as_object)
-        text = apply(objects)
-        arguments = [call.get("arguments") for call in calls_of(objects)]
-        if not any(isinstance(x, dict) and x and repr(x) in text for x in arguments):
-            return text
-    return apply(with_arguments(messages, as_text))
+    texts = partial(apply, with_arguments(messages, as_text))
+    objects = with_arguments(messages, as_object)
+    try:
+        shown = apply(objects)
+    except Exception:
+        return texts()
+
+    # an object that the template prints in Python's words was not expected
+    words = [repr(call.get("arguments")) for call in calls_of(objects)]
+    if any(word in shown for word in words):
+        with suppress(Exception):
+            other = texts()
+            if any(shown.count(word) > other.count(word) for word in words if word[0] == "{"):
+                return other
+    return shown
 
 
 def calls_of(messages):
@@ -2005,6 +2083,8 @@ def without_nulls(message):
     """A message without keys that are null, and its calls and their functions, too. Content may be
     null, which some templates ask for next to calls; an argument that is null is an argument."""
     message = {key: x for key, x in message.items() if x is not None or key == "content"}
+    if message.get("tool_calls") == []:
+        del message["tool_calls"]
     calls = message.get("tool_calls")
     if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
         return message
@@ -2093,36 +2173,59 @@ def saved_dataset(path):
 def lines_of_tables(tables):
     """The rows of pyarrow's tables as JSON lines."""
     rows = itertools.chain.from_iterable(table.to_pylist() for table in tables)
-    return [json.dumps(row, default=str).encode() for row in rows]
+    return [json.dumps(without_filled(row), default=str).encode() for row in rows]
 
 
-OTHER_NAMES = {"completion_ids": "response_ids", "completion_mask": "response_mask"}  # prime-rl
-OTHER_ROLES = {"human": "user", "gpt": "assistant", "observation": "tool"}  # ShareGPT
+def without_filled(x):
+    """The object without keys that are null, at any depth: a table fills in those that other rows
+    have."""
+    if isinstance(x, dict):
+        return {key: without_filled(y) for key, y in x.items() if y is not None}
+    return [without_filled(y) for y in x] if isinstance(x, list) else x
+
+
+ROLES = {  # of ShareGPT
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "observation": "tool",
+    "tool": "tool",
+}
 
 
 def from_elsewhere(row):
     """A row in the keys of other tools -> in ours, as a new object."""
     row = dict(row)
-    for theirs, ours in OTHER_NAMES.items():
-        if theirs in row and row.get(ours) is None:
-            row[ours] = row.pop(theirs)
+    texts = ("prompt", "messages", "response", "completion")  # next to ids, which say it exactly
+    if row.get("prompt_ids") and row.get("completion_ids"):
+        row = without(row, *texts, "completion_ids", "completion_mask") | {
+            "response_ids": row["completion_ids"],
+            "response_mask": row.get("completion_mask"),
+        }
 
     # NeMo-RL: the ids of the whole row, of which the mask tells those of the policy
     ids = row.get("token_ids")
     mask = row.get("token_loss_mask")
     if isinstance(ids, list) and isinstance(mask, list) and 1 in mask:
         first = mask.index(1)
-        row |= {"prompt_ids": ids[:first], "response_ids": ids[first:]}
+        row = without(row, *texts) | {"prompt_ids": ids[:first], "response_ids": ids[first:]}
         row["response_mask"] = mask[first:]
 
     # ShareGPT: a chat under other names
     chat = row.get("conversations")
     if isinstance(chat, list) and row.get("messages") is None:
         row["messages"] = []
+        if row.get("system"):
+            row["messages"].append({"role": "system", "content": row["system"]})
         for message in chat:
             if isinstance(message, dict) and "from" in message:
-                role = OTHER_ROLES.get(message["from"], message["from"])
-                message = {"role": role, "content": message.get("value")}
+                if message["from"] not in ROLES:
+                    words = f"from {message['from']!r:.40} is none of {', '.join(ROLES)}"
+                    raise UserError(f"conversations: {words}")
+                message = {"role": ROLES[message["from"]], "content": message.get("value")}
             row["messages"].append(message)
 
     # TRL: steps with a label each
@@ -3887,10 +3990,16 @@ def write_scores(path, out_dir, rows, tokenizer, gamma, response_key=None):
         columns = zip(rows.row_id, last_B.tolist(), ranks, values_B, mask_B)
         for row_id, last, rank, values, mask in columns:
             line = lines[row_id]
-            first = int(mask.int().argmax())
-            n = len(line.get("response_mask") or mask[first:])  # response tokens
-            line |= {"values": values[-n:].tolist(), "last_value": last, "rank": rank}
-            if "response_mask" not in line and not mask[-n:].all():
+            line |= {"last_value": last, "rank": rank}
+            if isinstance(line.get("response"), list) or "labels" in line:
+                yield line | {"step_values": values[mask].tolist()}
+                continue
+
+            # of the response's tokens, the first of which acts if nothing else is said
+            acts = line.get("response_mask") or line.get("completion_mask")
+            n = len(acts or mask[int(mask.int().argmax()) :])
+            line["values"] = values[-n:].tolist()
+            if not acts and not mask[-n:].all():
                 line["response_mask"] = mask[-n:].int().tolist()
             yield line
 

@@ -2329,7 +2329,7 @@ def checksum_of(model):
 def roll_out(engine, task, replies, run, temperature, key=""):
     """Adds turns to the replies. Random numbers depend only on the key, the row_id and the turn."""
     going = replies
-    decode = partial(task.tokenizer.decode, clean_up_tokenization_spaces=False)
+    decode = partial(common.decode_behind, task.tokenizer)
     for turn in range(run.max_turns if task.observe else 1):
         # from the second turn on, the environment answers first
         if turn:
@@ -2357,9 +2357,9 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             if ids and ids[-1] in task.stop_ids:
                 ids = ids[:-1]
             ids = [i for i in ids if i != task.tokenizer.pad_token_id]
+            reply.turns.append(decode(reply.prompt.ids + reply.shown, ids))
             reply.shown += ids
-            reply.text = decode(reply.shown)
-            reply.turns.append(decode(ids))
+            reply.text = decode(reply.prompt.ids, reply.shown)
 
 
 def listen(replies, task, run):
@@ -2382,8 +2382,7 @@ def listen(replies, task, run):
         observation = made.encode(errors="replace").decode()  # "?" for a lone surrogate
         chat = reply.prompt.messages
         text = as_user_message(observation, task, run) if chat else observation
-        before = (reply.prompt.ids + reply.ids)[-16:]
-        before = task.tokenizer.decode(before, clean_up_tokenization_spaces=False)
+        before = common.decode(task.tokenizer, (reply.prompt.ids + reply.ids)[-16:])
         ids = common.encode_behind(task.tokenizer, before, text)
         if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
             ids = ids[1:]

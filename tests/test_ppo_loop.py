@@ -313,7 +313,7 @@ PHASES = [  # a call of the second step, of this number
     ("reward", ppo_loop, "addition_reward", 6, 1),
     ("reward of an evaluation", ppo_loop, "addition_reward", 4, 1),
     ("log-probs", ppo_loop.Policy, "forward", 2, 1),
-    ("reference", ppo_loop.Policy, "forward", 6, 1),
+    ("reference", ppo_loop.Policy, "forward", 4, 1),
     ("values", critic_fsdp.DataParallelPPOCritic, "forward", 2, 1),
     ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
     ("update of the actor", PolicyWorker, "step", 1, 2),

@@ -406,7 +406,7 @@ def skip_without_packages(line):
             pytest.importorskip(module)
 
 
-STEPS = {"prompt": "1+1=", "response": ["1 and 1\n", "is 2\n"], "rewards": [1, 0]}
+LABELLED = {"prompt": "1+1=", "response": ["1 and 1\n", "is 2\n"], "rewards": [1, 0]}
 SHEPHERD = {
     "prompt": "1+1=",
     "response": ["Step 1: 1 and 1 ", "\nStep 2: is 2 "],
@@ -427,7 +427,7 @@ def test_files_of_other_kinds_become_rows(line, tmp_path):
     command = line.replace("python3", sys.executable)
     succeeded(run("bash", "-c", command, cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"))
     if "prm800k" in line:
-        rows = [STEPS]
+        rows = [LABELLED]
     if "shepherd" in line:
         rows = [SHEPHERD]
     (made,) = tmp_path.glob("rows.*")

@@ -68,8 +68,8 @@ def test_scores_of_steps_say_which_they_are(tmp_path):
     rows.values = 0.5 * rows.response_mask
     common.write_scores(str(SHAPES / "steps.jsonl"), str(tmp_path), rows, None, 1.0)
     (row,) = common.read_lines(tmp_path / "scored.jsonl")
-    assert row["response_mask"] == [1, 0, 0, 0, 0, 1]  # from the first step's last token on
-    assert row["values"] == [0.5, 0, 0, 0, 0, 0.5]
+    assert row["step_values"] == [0.5, 0.5] and "values" not in row
+    assert common.read_rows(str(tmp_path / "scored.jsonl"), a_tokenizer()).actions.sum() == 2
 
 
 def test_the_response_that_the_user_names_is_the_only_one():

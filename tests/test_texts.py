@@ -310,8 +310,8 @@ THOUGHT = {"role": "assistant", "content": "<think>a</think>4"}
 
 
 def test_a_turn_that_the_template_rewrites_is_refused_with_the_way_out():
-    words = "message 2: the chat template shows this turn in another way when it is not the last"
-    with refused(words, end="give response_ids and response_mask, or --last-turn-only"):
+    words = "message 2: the chat template rewrites this turn, so what the policy wrote is not known"
+    with refused(words, end="response_mask, or, if it is no last one, --last-turn-only"):
         read(chat_tokenizer(FORGETS), messages=[USER, THOUGHT, USER, ANSWER])
     said = read(
         chat_tokenizer(FORGETS),
@@ -402,7 +402,7 @@ def test_a_last_message_that_the_template_changes_is_refused():
 @pytest.mark.parametrize("response", ["4", "4<|end|>", "4<|end|>\n"])
 @pytest.mark.parametrize("eos", ["<|end|>", "<eos>"])
 def test_a_response_that_ends_itself_gets_no_second_end(response, eos):
-    """Whether it ends with EOS or, where a base model's EOS is another, as the template's turns."""
+    """Whether it ends with EOS or, where the model names another one, as the template's turns."""
     tokenizer = chat_tokenizer(PLAIN)
     tokenizer.eos_token = eos
     said = read(tokenizer, messages=[USER], response=response)
