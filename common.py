@@ -1627,9 +1627,11 @@ def encode_response(rollout, tokenizer, before, spans, ends):
         acts = [place in last for place in range(len(ids))]
 
     # stopping is an action, too: a last turn that was not cut off ends with a token that says so
-    elif acting and not rollout.truncated and (not span or span[-1] not in ends):
+    elif acting and not rollout.truncated:
         end = next(iter(ends), None) if rollout.messages else tokenizer.eos_token_id
-        if end is not None:
+        known = tokenizer.added_tokens_decoder if rollout.completion else {}
+        ended = span and (span[-1] in ends or (span[-1] in known and known[span[-1]].special))
+        if end is not None and not ended:
             ids.append(end)
             acts.append(True)
             last[-1] = len(ids) - 1

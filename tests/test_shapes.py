@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from helpers import ROOT, refused
 from ppo_helpers import a_run_on_prompts, a_tokenizer
@@ -85,6 +87,63 @@ def test_a_named_prompt_wins_although_it_has_the_name_that_is_ours():
     row["reward"] = 1
     rows = common.read_rows([json.dumps(row)], a_tokenizer(), keys={"prompt": "prompt"})
     assert a_tokenizer().decode(rows.input_ids) == "1+1=2<eos>"
+
+
+def text_and_rewards(**row):
+    """A row's text, and its rewards that are not 0, by place."""
+    (rows,) = common.read_rows([json.dumps(row)], a_tokenizer()).split(1)
+    rewards = {t: r for t, r in enumerate(rows.token_level_rewards.tolist()) if r}
+    return a_tokenizer().decode(rows.input_ids), rewards
+
+
+USER = {"role": "user", "content": "1+1?"}
+ANSWERS = [{"role": "assistant", "content": text} for text in "23"]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"messages": [USER]}, {"prompt": [USER]}])
+def test_a_pair_of_messages_answers_any_prompt(row):
+    lines = [json.dumps(row | {"chosen": ANSWERS[:1], "rejected": ANSWERS[1:]})]
+    rows = common.read_rows(lines, a_tokenizer())
+    texts = [a_tokenizer().decode(row.input_ids) for row in rows.split(1)]
+    assert texts == ["<user>1+1?2<eos>", "<user>1+1?3<eos>"]
+
+
+def test_ids_win_over_texts():
+    texts = {"prompt": [USER], "completion": ANSWERS[:1], "reward": 1.0}
+    ids = {"prompt_ids": [22, 15], "completion_ids": [23]}
+    assert text_and_rewards(**texts, **ids) == ("2+3", {2: 1.0})
+    ids = {"token_ids": [22, 15, 23], "token_loss_mask": [0, 0, 1]}
+    assert text_and_rewards(**texts, **ids) == ("2+3", {2: 1.0})
+
+
+def test_other_roles_of_a_sharegpt_chat():
+    said = [("human", "1+1?"), ("function_call", "add"), ("observation", "2"), ("gpt", "2")]
+    chat = [{"from": role, "value": text} for role, text in said]
+    text, _ = text_and_rewards(system="sum", conversations=chat, reward=1)
+    assert text == "<system>sum<user>1+1?<assistant>add<tool>22<eos>"
+    with refused("conversations: from 'bot' is none of system, human"):
+        text_and_rewards(conversations=[{"from": "bot", "value": "2"}], reward=1)
+
+
+def test_steps_end_where_the_joined_text_says():
+    """Although tokens do not: a step may begin within one, but two may not end in one."""
+    row = {"prompt": "1+1=", "response": ["2", "", "3"], "rewards": [1, 1, 0]}
+    with refused("response: each step must end with a token of its own"):
+        text_and_rewards(**row)
+    row = {"prompt": "<user>?<think>\n", "response": ["<think>\na", "b", "c"], "rewards": [1, 2, 4]}
+    text, rewards = text_and_rewards(**row)
+    assert text == "<user>?<think>\nabc" and list(rewards.values()) == [1, 2, 4]
+    assert [text.replace("<user>", "x" * 6).index(x) for x in "abc"] == list(rewards)
+
+
+def test_a_table_fills_in_nothing(tmp_path):
+    """Rows of different keys, at any depth, as other files have them."""
+    tools = [{"name": "add", "parameters": {"x": 1}}], [{"name": "add", "parameters": {"y": 2}}]
+    rows = [{"prompt": [USER], "tools": x} for x in tools]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    lines = common.read_file(str(tmp_path / "rows.parquet"), "--prompts")
+    assert list(map(json.loads, lines)) == rows
 
 
 def test_folders_that_hold_no_rows_are_told_apart(tmp_path):

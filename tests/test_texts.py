@@ -1,5 +1,6 @@
 """Text in its place: the ids that a critic reads are those that the policy read and wrote."""
 
+import itertools
 import json
 import sys
 from datetime import datetime
@@ -9,7 +10,7 @@ import tokenizers
 from helpers import refused, run, succeeded
 from ppo_helpers import a_run, a_task
 from tokenizers import decoders, models, normalizers, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 import common
 import critic_fsdp
@@ -113,6 +114,23 @@ def test_a_hint_and_its_prompt_have_the_ids_of_the_joined_text(kind):
     run = a_run(privileged_key="answer", prompts="x", reward="mine.py:f")
     (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, tokenizer)
     assert prompt.critic_ids == joined and prompt.ids == tokenizer.encode("2+2=")
+
+
+@EACH_KIND
+def test_a_reply_has_the_text_of_the_joined_ids(kind):
+    """Also where the policy begins with a blank."""
+    tokenizer = KINDS[kind]
+    before = tokenizer.encode("2+2=")
+    for text in (" 4", "4", "\n4"):
+        ids = tokenizer.encode("2+2=" + text)[len(before) :]
+        assert common.decode_behind(tokenizer, before, ids) == text
+
+
+def test_blanks_that_a_special_token_would_swallow_stay():
+    core = common.char_tokenizer().backend_tokenizer
+    core.add_special_tokens([tokenizers.AddedToken("<|a|>", rstrip=True)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="<eos>")
+    assert read(tokenizer, prompt="<|a|>", response="\n\n4") == r"'<|a|>' -> '\n\n4<eos>'"
 
 
 @EACH_KIND
@@ -291,6 +309,46 @@ def test_a_greeting_at_the_start_is_no_answer():
     assert said == r"'<|a|>4<|end|>\n<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
 
 
+HEADER = PLAIN.replace("{{ m.content", "{% if m.role == 'assistant' %}<|s|>{% endif %}{{ m.content")
+LLAMA2 = PLAIN.replace("{{ m.content", "{{ ' ' if m.role == 'assistant' }}{{ m.content")
+NEXT = "{% for m in messages %}<|{{ m.role[0] }}|>{{ m.content }}{% endfor %}"  # as GLM's
+
+
+@pytest.mark.parametrize("template, ends, turn, last", [
+    (HEADER, (), "<|s|>4<|end|>", "<|s|>4<|end|>"),  # as gpt-oss writes the name of a channel
+    (LLAMA2, (), " 4<|end|>", " 4<|end|>"),
+    (NEXT, ("<|u|>",), "4<|u|>", "4<|end|>"),  # the next role's token ends a turn
+    (NEXT, (), "4", "4<|end|>"),
+])  # fmt: skip
+def test_a_last_turn_is_read_as_earlier_ones(template, ends, turn, last):
+    tokenizer = chat_tokenizer(template)
+    ids = tokenizer.convert_tokens_to_ids(["<|end|>", *ends])
+    lines = [json.dumps({"messages": [USER, ANSWER, USER, ANSWER], "reward": 1.0})]
+    rows = common.read_rows(lines, tokenizer, Qwen2Config(eos_token_id=ids))
+    acts = rows.response_mask.tolist()
+    groups = itertools.groupby(zip(acts, rows.input_ids.tolist()), lambda pair: pair[0])
+    turns = [tokenizer.decode([i for _, i in same]) for acting, same in groups if acting]
+    assert turns == [turn, last]
+
+
+def test_words_of_others_that_look_like_a_call_change_nothing():
+    words = str({"x": 1})
+    chat = [USER | {"content": words}, call({"x": 1}), RESULT | {"content": words}]
+    shown = common.chat_text(chat_tokenizer(OBJECTS), chat)
+    assert shown == f'<|u|>{words}<|end|>\n<|a|>[add {{"x": 1}}]<|end|>\n<|t|>{words}<|end|>\n<|a|>'
+
+
+def test_an_empty_list_of_calls_is_none():
+    said = read(chat_tokenizer(STRICT), messages=[USER, ANSWER | {"tool_calls": []}])
+    assert said == r"'<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
+
+
+def test_a_turn_may_say_again_what_its_thought_says():
+    thinks = PLAIN.replace("{{ m.content", "{{ m.thinking }}{{ m.content")
+    said = read(chat_tokenizer(thinks), messages=[USER, ANSWER | {"thinking": "it is 4"}])
+    assert said.endswith("-> 'it is 44<|end|>'")
+
+
 def test_a_question_at_the_end_is_no_answer():
     with refused("needs exactly one of response, response_ids, completion; has none"):
         read(chat_tokenizer(PLAIN), messages=[USER, ANSWER, USER])
@@ -351,6 +409,9 @@ def test_what_a_template_leaves_out_of_a_turn_is_refused(message, key, more):
     ("<|a|><think>\n", "a</think>4", r"<|a|><think>\n' -> 'a</think>4"),
     ("<|a|>", "<think>\na</think>4", r"<|a|>' -> '<think>\na</think>4"),
     ("<|a|></think>", "<think>a", "<|a|></think>' -> '<think>a"),
+    ("<|a|></think>", "</think>4", "<|a|></think>' -> '4"),
+    ("<|a|><think>\n\n</think>\n\n", "<think>\n\n</think>\n\n4",
+     r"<|a|><think>\n\n</think>\n\n' -> '4"),
 ])  # fmt: skip
 def test_a_thought_that_the_prompt_begins_is_not_begun_again(begin, response, expected, capsys):
     tokenizer = chat_tokenizer(PLAIN, begin)
@@ -379,6 +440,7 @@ def test_a_response_that_leaves_a_begun_thought_open_gets_a_line(capsys):
     (TRIMS, " It is", "<|a|> It is"),
     (TRIMS.replace("|trim", ".rstrip()"), " It is ", "<|a|> It is "),
     (PLAIN, " It is ", "<|a|> It is "),
+    (TRIMS, "\n", "<|a|>\n"),
     (EMPTY, "<think>\nI", "<|a|><think>\nI"),
     (EMPTY, "It is", "<|a|><think>\n\n</think>\n\nIt is"),
 ])  # fmt: skip
@@ -408,6 +470,27 @@ def test_a_response_that_ends_itself_gets_no_second_end(response, eos):
     said = read(tokenizer, messages=[USER], response=response)
     end = "<|end|>" if "end" in response else eos
     assert said.endswith(f"-> '4{end}'")
+
+
+@pytest.mark.parametrize("named, end", [("<|end|>", "<|end|>"), ("<eos>", "<eos>")])
+def test_a_response_in_a_chat_ends_as_the_model_stops(named, end):
+    """Gemma's chats end a turn with another token than the tokenizer's EOS, but the model's."""
+    tokenizer = chat_tokenizer(PLAIN)
+    tokenizer.eos_token = "<eos>"
+    ids = tokenizer.convert_tokens_to_ids(["<eos>", named])
+    config = Qwen2Config(eos_token_id=ids)
+    lines = [{"messages": [USER], "response": "4"}, {"prompt": "2+2=", "response": "4"}]
+    lines = [json.dumps(line | {"reward": 1.0}) for line in lines]
+    chat, text = common.read_rows(lines, tokenizer, config).split(1)
+    assert tokenizer.decode(chat.input_ids).endswith(f"<|a|>4{end}")
+    assert tokenizer.decode(text.input_ids) == "2+2=4<eos>"
+
+
+def test_an_end_that_the_tokenizer_lacks_is_none():
+    """As the default of GPT-2's config for a smaller vocabulary."""
+    assert common.turn_ends(common.char_tokenizer(), Qwen2Config(eos_token_id=50256)) == {
+        0: "<eos>"
+    }
 
 
 def test_a_template_that_writes_the_date_is_told(capsys):
