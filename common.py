@@ -1621,7 +1621,8 @@ def encode_response(rollout, tokenizer, before, spans, ends):
     # labels of steps: a step is judged at its last token, and nothing else is
     if isinstance(rollout.response, list) and rollout.rewards is not None:
         cut = "".join(rollout.response).find(text)  # what the prompt ends with already
-        steps = itertools.accumulate(map(len, rollout.response))
+        steps = zip(itertools.accumulate(map(len, rollout.response)), rollout.response)
+        steps = [end - (len(step) - len(step.rstrip(" "))) for end, step in steps]  # " b" is b's
         steps = [min(end - cut, len(text)) for end in steps]
         last = places_of(tokenizer, before, text, ids, steps)
         acts = [place in last for place in range(len(ids))]

@@ -130,6 +130,8 @@ def test_steps_end_where_the_joined_text_says():
     row = {"prompt": "1+1=", "response": ["2", "", "3"], "rewards": [1, 1, 0]}
     with refused("response: each step must end with a token of its own"):
         text_and_rewards(**row)
+    text, rewards = text_and_rewards(prompt="1+1=", response=["1 and 1 ", "is 2"], rewards=[1, 2])
+    assert text == "1+1=1 and 1 is 2" and rewards == {10: 1, 15: 2}
     row = {"prompt": "<user>?<think>\n", "response": ["<think>\na", "b", "c"], "rewards": [1, 2, 4]}
     text, rewards = text_and_rewards(**row)
     assert text == "<user>?<think>\nabc" and list(rewards.values()) == [1, 2, 4]
