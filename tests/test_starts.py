@@ -94,7 +94,7 @@ def main():
     if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and common.RANK == 1:
         os._exit(1)
     met, start = sum(common.of_all_ranks(1)), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    os.write(1, f"met {met} at start {start}\n".encode())  # at once, as two ranks write here
+    os.write(1, f"met {met} at start {start}\\n".encode())  # at once, as two ranks write here
 
 common.launch(main)
 """
