@@ -287,7 +287,7 @@ class Batch:
 
 def cumulative(lengths):
     """B lengths (list or tensor) -> (B+1,) int64 [0, l0, l0+l1, ...]."""
-    return F.pad(torch.as_tensor(lengths).cumsum(0), (1, 0))
+    return F.pad(torch.as_tensor(lengths).cumsum(0, dtype=torch.int64), (1, 0))  # also of none
 
 
 def tokens_in(cu_seqlens, rows):

@@ -49,6 +49,12 @@ def flat(mask_BR, **columns):
     return dataclasses.replace(batch, response_mask=flatten(mask_BR).bool(), **columns)
 
 
+@pytest.mark.parametrize("lengths", [[], torch.tensor([], dtype=torch.int64), [2, 3]], ids=str)
+def test_places_of_rows_are_int64_also_where_there_are_none(lengths):
+    ends = common.cumulative(lengths)
+    assert ends.dtype == torch.int64 and ends.tolist() == [0, 2, 5][: len(lengths) + 1]
+
+
 def test_numbers_on_a_line_are_readable():
     assert [common.number(x, ".3f") for x in (-0.0001, 0.25, math.nan)] == ["0.000", "0.250", "--"]
     assert common.number(torch.tensor(-1e-9), ".1f") == "0.0"
