@@ -419,7 +419,7 @@ def assert_rows_come_back(worker, batch):
 def assert_old_values_come_along(worker, batch):
     """An update of one step makes the same of rows without old values as of rows that have those
     from before it. The learning rate must be 0."""
-    worker.critic.max_tokens_forward = worker.critic.max_tokens  # the same micro-batches round alike
+    worker.critic.max_tokens_forward = worker.critic.max_tokens  # other micro-batches round apart
     known = dataclasses.replace(batch, values=worker.compute_values(batch))
     expected = worker.update_critic(known)
     metrics = worker.update_critic(dataclasses.replace(batch, values=None))
