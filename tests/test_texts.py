@@ -307,6 +307,14 @@ def test_a_chat_may_end_with_the_result_of_a_call():
 def test_a_greeting_at_the_start_is_no_answer():
     said = read(chat_tokenizer(PLAIN), messages=[ANSWER, USER, ANSWER])
     assert said == r"'<|a|>4<|end|>\n<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
+    system = {"role": "system", "content": "add"}
+    assert read(chat_tokenizer(PLAIN), messages=[system, ANSWER, USER, ANSWER]).count("->") == 1
+
+
+def test_a_call_that_ends_with_a_token_of_its_own_gets_no_second_end():
+    """As gpt-oss's, where no config names it as an EOS."""
+    said = read(chat_tokenizer(OBJECTS.replace("<|end|>", "<|t|>")), messages=[USER, call({})])
+    assert said.endswith("-> '[add {}]<|t|>'")
 
 
 HEADER = PLAIN.replace("{{ m.content", "{% if m.role == 'assistant' %}<|s|>{% endif %}{{ m.content")
@@ -345,8 +353,8 @@ def test_an_empty_list_of_calls_is_none():
 
 def test_a_turn_may_say_again_what_its_thought_says():
     thinks = PLAIN.replace("{{ m.content", "{{ m.thinking }}{{ m.content")
-    said = read(chat_tokenizer(thinks), messages=[USER, ANSWER | {"thinking": "it is 4"}])
-    assert said.endswith("-> 'it is 44<|end|>'")
+    said = read(chat_tokenizer(thinks), messages=[USER, ANSWER | {"thinking": "4 is it"}])
+    assert said.endswith("-> '4 is it4<|end|>'")
 
 
 def test_a_question_at_the_end_is_no_answer():
