@@ -11,7 +11,9 @@ line between them. The first is what a critic computes, and what a fork may chan
 
 The second is what a run needs. A fork opens it for another head (Model folders) or logger (Logs):
 
-    Rows as JSON           a line of a file -> token ids; chats in a tokenizer's template
+    Rows as JSON           a line of a file -> a row of a batch
+    Text in its place      texts and chats -> token ids, as the policy read and wrote them
+    Rows from elsewhere    files and keys of other tools
     Processes and ranks    start, errors, a run that is told to stop, exit
     Logs                   what the user sees, and what a run leaves
     Folders                that are complete or absent; the lock on a run's folder
