@@ -260,8 +260,10 @@ from torch.profiler import record_function
 from transformers import AutoModel
 
 # what only this script needs: its warnings, then its imports
+compiler_is_off = os.environ.get("TORCHDYNAMO_DISABLE", "")
 if not torch.cuda.is_available():
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # Megatron would load a compiler, which is not used
+    # torch.compile gives Megatron its small functions back as they are: it would take minutes
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "1")  # so that it overlaps communication
 megatron_words = "(full scope|`torch.distributed.*|TypedStorage) is deprecated|The .grad attribute"
 warnings.filterwarnings("ignore", f"{megatron_words}|moe_ffn_hidden_size is")  # of 0.16.1
@@ -295,6 +297,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
+os.environ["TORCHDYNAMO_DISABLE"] = compiler_is_off  # what others compile later is compiled
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # advice for its own developers
 
 import common
@@ -2344,7 +2347,6 @@ def megatron_without_cuda():
         return
     CudaMeansCpu().__enter__()
     warnings.filterwarnings("ignore", message="When using sequence parallelism .*CUDA")
-    torch._dynamo.config.disable = True  # compiling its small functions would take minutes
     torch.cuda.current_device = lambda: torch.device("cpu")
     torch.cuda.current_stream = lambda *_: None  # 0.19 asks for it before it reduces gradients
     torch.cuda.synchronize = lambda *_: None

@@ -45,10 +45,13 @@ import transformers.models.qwen3.modeling_qwen3
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401
 from torch.distributed import ProcessGroupGloo, TCPStore
 
+# critic_megatron.py says why
+os.environ["TORCHDYNAMO_DISABLE"] = "" if torch.cuda.is_available() else "1"
 with warnings.catch_warnings(), contextlib.suppress(ImportError):  # there may be no megatron-core
     warnings.simplefilter("ignore")  # that Apex is not installed
     import megatron.core.models.gpt.gpt_layer_specs
     import megatron.core.optimizer  # noqa: F401
+del os.environ["TORCHDYNAMO_DISABLE"]
 
 
 class Scenario(typing.NamedTuple):

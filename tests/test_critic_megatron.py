@@ -13,7 +13,7 @@ from functools import partial
 import pytest
 import torch
 import transformers
-from helpers import HALFWAY, interrupted_in, random_batch, worker
+from helpers import HALFWAY, interrupted_in, random_batch, run, worker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -443,3 +443,36 @@ def test_stored_tensors_are_found_under_all_their_names(kind, tmp_path):
     (tmp_path / "base" / "model.safetensors").write_bytes(b"no tensors")
     with pytest.raises(UserError, match="base: its weights do not load"):
         cm.StoredTensors(tmp_path / "base")
+
+
+COMPILES = """
+import torch
+import common, critic_megatron
+from megatron.core.fusions import fused_bias_swiglu
+
+def compiled_by(function):
+    graphs = []
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph.forward
+    torch.compile(function, backend=backend)(torch.ones(2, 4))
+    return len(graphs)
+
+assert compiled_by(lambda x: x.sin()) == 1
+worker = critic_megatron.CriticWorker(critic_megatron.Config(model="tiny-qwen3-moe"))
+worker.init_model()
+worker.compute_values(common.Batch.blank(12))
+assert compiled_by(lambda x: x.cos()) == 1
+
+before = dict(torch._dynamo.utils.counters["frames"])
+fused_bias_swiglu.swiglu(torch.ones(2, 4))
+assert torch._dynamo.utils.counters["frames"] == before == {"total": 2, "ok": 2}, before
+"""
+
+
+@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_on_a_cpu_only_megatrons_own_functions_are_not_compiled(tmp_path, fresh):
+    (script := tmp_path / "compiles.py").write_text(COMPILES)
+    # a script would be a fork of a process that has imported Megatron already
+    process = run(sys.executable, *(["-c", COMPILES] if fresh else [script]))
+    assert process.returncode == 0, process.stderr[-3000:]
