@@ -297,6 +297,7 @@ from megatron.core.transformer.module import Float16Module
 from megatron.core.transformer.moe import moe_utils, token_dispatcher
 from transformers.models.phi3.modeling_phi3 import apply_rotary_pos_emb
 
+rotated = torch.compile(apply_rotary_pos_emb)  # on CUDA, like Megatron's own; it has 12 operations
 os.environ["TORCHDYNAMO_DISABLE"] = compiler_is_off  # what others compile later is compiled
 logging.getLogger("megatron.core").setLevel(logging.ERROR)  # advice for its own developers
 
@@ -357,7 +358,7 @@ class CoreAttention(nn.Module):
     def forward(self, query, key, value, attention_mask, packed_seq_params=None, **_):
         """(S, H, D), keys and values (S, K, D) -> (S, H D)."""
         reads = packed_seq_params  # see MicroBatch
-        query, key = apply_rotary_pos_emb(query, key, *reads.rotary)
+        query, key = rotated(query, key, *reads.rotary)
         if mpu.get_context_parallel_world_size() > 1:
             gather = tensor_parallel.gather_from_sequence_parallel_region
             key, value = (gather(x, group=mpu.get_context_parallel_group()) for x in (key, value))
@@ -1775,7 +1776,8 @@ def activation_options(mlp):
     experts = getattr(mlp, "experts", None)
     alpha = getattr(experts, "alpha", None)
     if alpha is None:
-        return {"activation_func": F.silu}
+        # compiled on CUDA; on a CPU, where it is not, its backward would be slower
+        return {"activation_func": F.silu, "bias_activation_fusion": torch.cuda.is_available()}
     return {  # gpt-oss
         "activation_func": lambda gate: gate * torch.sigmoid(alpha * gate),
         "activation_func_clamp_value": experts.limit,
