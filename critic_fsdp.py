@@ -32,7 +32,7 @@ import warnings
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
-from heapq import heapreplace
+from heapq import heapify, heapreplace
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -498,10 +498,12 @@ def spread(costs, k):
     """k lists of indices with nearly equal sums.
 
     Each next largest cost joins the emptiest list (Graham 1969)."""
-    parts = [[] for _ in range(k)]
-    loads = [(0, part) for part in range(k)]  # a heap: the emptiest is first
-    largest_first = sorted(range(len(costs)), key=lambda i: -costs[i])
-    for i in largest_first:
+    largest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
+    first = largest_first[:k]  # each joins a list that is empty
+    parts = [[i] for i in first] + [[] for _ in range(k - len(first))]
+    loads = [(costs[i], part) for part, i in enumerate(first)]
+    heapify(loads)  # the emptiest is first
+    for i in largest_first[k:]:
         load, emptiest = loads[0]
         heapreplace(loads, (load + costs[i], emptiest))
         parts[emptiest].append(i)
@@ -538,7 +540,9 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
     # as few micro-batches as the cap allows; trying every count would be slow for long batches
     count = 1
-    parts = spread(sizes, dp_size)
+    while sum(sizes) > max_tokens * dp_size * count:
+        count += 1 + count // 20
+    parts = spread(sizes, dp_size * count)
     while max(map(slots, parts)) > max_tokens:
         count += 1 + count // 20
         parts = spread(sizes, dp_size * count)

@@ -633,6 +633,50 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
     assert pad or count <= 1.05 * 2 * fullest / cap + 2
 
 
+def plain_micro_batches(batch, ranks, cap, share, pad):
+    """critic_fsdp.micro_batches the slow way: every count is tried, and every list looked at."""
+    pieces = []  # (tokens shared, tokens behind these of each row, its index)
+    groups = batch.groups(share and not pad)
+    tokens = sum(shared + sum(batch.lengths[i] - shared for i in same) for shared, same in groups)
+    for shared, same in groups:
+        piece = (shared, [], [])
+        for i in same:
+            behind = batch.lengths[i] - shared
+            if piece[1] and shared + sum(piece[1]) + behind > min(cap, tokens / ranks):
+                pieces.append(piece)
+                piece = (shared, [], [])
+            piece[1].append(behind)
+            piece[2].append(i)
+        pieces.append(piece)
+    sizes = [shared + sum(behind) for shared, behind, _ in pieces]
+
+    count = 1
+    while True:
+        parts = [[] for _ in range(ranks * count)]
+        for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
+            min(parts, key=lambda part: sum(sizes[j] for j in part)).append(i)
+        rows = [[sizes[i] for i in part] for part in parts]
+        if max(len(x) * max(x, default=0) if pad else sum(x) for x in rows) <= cap:
+            break
+        count += 1 + count // 20
+    parts = [[i for piece in part for i in pieces[piece][2]] for part in parts]
+    return [parts[rank::ranks] for rank in range(ranks)]
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    st.lists(st.tuples(st.integers(0, 3), st.integers(1, 30)), max_size=30),
+    st.integers(1, 5), st.integers(60, 150), st.booleans(), st.booleans(),
+)  # fmt: skip
+def test_the_table_of_micro_batches_is_that_of_the_slow_way(rows, ranks, cap, share, pad):
+    """rows: the number of a prompt of 1, 10, 19 or 28 tokens, and actions."""
+    parts = [rows_after([prompt] * (1 + 9 * prompt), answer=n) for prompt, n in (*rows, (0, 1))]
+    batch = common.concat(parts).select(range(len(rows)))
+    table = critic_fsdp.micro_batches(common.describe(batch), ranks, cap, share, pad)
+    table = [[[row.index for row in part] for part in parts] for parts in table]
+    assert table == plain_micro_batches(batch, ranks, cap, share, pad)
+
+
 def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch):
     """Each row fills more than half of a micro-batch."""
     spread = critic_fsdp.spread
