@@ -1044,7 +1044,12 @@ class Pack:
         self.key_lengths = key_lengths
         self.keys = keys
         self.row_blocks = None  # for recurrent layers, see row_by_row
-        self.used = False  # whether attention has read it
+        self.kernel = None  # what has computed attention
+
+        # whether there are kernels for half precision
+        self.has_kernels = False
+        if torch.device(device).type == "cuda":
+            self.has_kernels = torch.cuda.get_device_capability() >= (8, 0)
 
         # for attention by pieces
         self.pieces = []
@@ -1053,10 +1058,11 @@ class Pack:
             self.pieces.append(Piece(count, count * queries, count * seen))
 
         # for kernels, which take int32: where queries and keys of each sequence end, and the most
-        # that one has
+        # that one has, as the length of a tensor: a block that is compiled takes any length
         cu_queries = cumulative(lengths).int().to(device, non_blocking=True)
         cu_keys = cumulative(key_lengths).int().to(device, non_blocking=True)
-        self.varlen = (cu_queries, cu_keys, max(lengths), max(key_lengths))
+        most = [torch.empty(max(x), 0) for x in (lengths, key_lengths)]
+        self.varlen = (cu_queries, cu_keys, *most)
 
 
 class CurrentPack:
@@ -1065,7 +1071,7 @@ class CurrentPack:
 
     pack = None  # Pack of the whole row, before it is sliced over sequence-parallel ranks
     group = None  # ranks that share the row, or None
-    kernel = None  # the kernel that the last call used
+    kernel = None  # what computed attention in the pack that was checked last
 
     @classmethod
     def set(cls, pack, group=None):
@@ -1078,7 +1084,10 @@ class CurrentPack:
         """RuntimeError unless the layers have read this pack, which was set before them."""
         if cls.pack is not pack:
             raise RuntimeError("another model has run meanwhile: threads must take turns")
-        if pack and not pack.used:
+        if not pack:
+            return
+        cls.kernel = pack.kernel
+        if not pack.kernel:
             words = "the model has another attn_implementation"
             raise RuntimeError(f"the attention of packed rows was not called: {words}")
 
@@ -1124,19 +1133,23 @@ def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
 
     With half precision on CUDA it runs flash-attn or torch's kernel for packed rows; else SDPA, or
     plain products for soft caps (Gemma 2) and sinks (gpt-oss)."""
-    pack.used = True
     if pack.keys is not None:
         k = k[:, :, pack.keys]
         v = v[:, :, pack.keys]
 
-    half = q.is_cuda and q.dtype != torch.float32 and torch.cuda.get_device_capability() >= (8, 0)
+    half = pack.has_kernels and q.dtype != torch.float32
     head_dim = q.shape[-1]
     fits = sinks is None and head_dim == v.shape[-1] <= 256 and head_dim % 8 == 0
     if half and fits and (flash_attn_varlen_func or not softcap):
         return kernel_attention(pack, q, k, v, scale, window, softcap)
+    return attention_by_pieces(pack, q, k, v, scale, window, softcap, sinks)
 
+
+@torch.compiler.disable  # the pieces of each row would be compiled anew
+def attention_by_pieces(pack, q, k, v, scale, window, softcap, sinks):
+    """attention of neighbours of equal length at a time."""
     # split, not slices: the backward of each slice would fill a whole row with zeros
-    CurrentPack.kernel = "eager" if softcap or sinks is not None else "sdpa"
+    pack.kernel = "eager" if softcap or sinks is not None else "sdpa"
     queries = [piece.queries for piece in pack.pieces]
     keys = [piece.keys for piece in pack.pieces]
     parts = zip(pack.pieces, q[0].split(queries, 1), k[0].split(keys, 1), v[0].split(keys, 1))
@@ -1152,18 +1165,18 @@ def attention(pack, q, k, v, scale, window=None, softcap=None, sinks=None):
 def kernel_attention(pack, q, k, v, scale, window, softcap):
     """attention by flash-attn, or by torch's kernel for packed rows, which knows no soft cap."""
     q_THD, k_THD, v_THD = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-    cu_queries, cu_keys, max_queries, max_keys = pack.varlen
-    inputs = (q_THD, k_THD, v_THD, cu_queries, cu_keys, max_queries, max_keys)
+    cu_queries, cu_keys, most_queries, most_keys = pack.varlen
+    inputs = (q_THD, k_THD, v_THD, cu_queries, cu_keys, len(most_queries), len(most_keys))
     size = (window - 1 if window else -1, 0)  # right window 0: causal
 
     if flash_attn_varlen_func:
-        CurrentPack.kernel = "flash"
+        pack.kernel = "flash"
         cap = softcap or 0.0
         out_THD = flash_attn_varlen_func(
             *inputs, softmax_scale=scale, causal=True, window_size=size, softcap=cap
         )
     else:
-        CurrentPack.kernel = "varlen"
+        pack.kernel = "varlen"
         out_THD = varlen_attn(*inputs, scale=scale, window_size=size, **VARLEN_OPTIONS)
     return out_THD.transpose(0, 1)[None]
 
@@ -1236,6 +1249,7 @@ def pack_recurrent(decoder, gather=None, add_up=None):
         mixer.forward = functools.partial(row_by_row, mixer.forward, gather, add_up)
 
 
+@torch.compiler.disable  # the rows of each pack would be compiled anew
 def row_by_row(mix, gather, add_up, hidden_states, *args, attention_mask=None, **options):
     """The forward `mix` of a recurrent layer, for hidden_states (1,S,D) of the current pack, or of
     padded rows -> the same shape.
@@ -3605,7 +3619,7 @@ def check_rows_apart(name, states_of, dtype, vocab_size, advice="", unit=1):
     alone = Batch.blank(n + 4)
     alone.input_ids = rows.input_ids[2 * n : 3 * n + 4]
 
-    CurrentPack.kernel = None  # attention sets it
+    CurrentPack.kernel = None  # check sets it
     with blame(f"{name} does not run{advice}"):
         together_LD = states_of(rows)[3 * n : 3 * n + 4]
         changed_LD = states_of(changed)[3 * n : 3 * n + 4]

@@ -67,15 +67,12 @@ class Config:
     # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    override_config: Text = "{}"
+    override_config: Text = "{}"  # JSON for the model's config, e.g. '{"num_hidden_layers": 4}'
     # value head: any number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean
-    # return)
+    # how the value head starts (auto: from the checkpoint, else normal; mean: at the mean return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
-    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in
-    # PPO)
+    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's; not in PPO)
     value_range: tuple[Edge, Edge] | None = None
     # regular expression; weights with a match in their name are frozen
     freeze_modules: Text | None = None
@@ -94,8 +91,9 @@ class Config:
     offload_policy: bool = False
     # keep activations on the host; without checkpointing, weights as well
     activation_offload: bool = False
-    # reduce gradients once per mini-batch: less traffic, unsharded gradients
-    defer_grad_sync: bool = False
+    keep_gathered: bool = False  # gather weights once per mini-batch: less traffic, more memory
+    defer_grad_sync: bool = False  # reduce gradients once per mini-batch: the same
+    compile: Literal["auto", "on", "off"] = "auto"  # compile each block (auto: where it pays)
     # stop if a collective takes longer
     timeout_minutes: Annotated[float, Field(ge=0.01, le=1e6)] = 30.0
 
@@ -111,8 +109,8 @@ class Config:
     # ---- batches
 
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    # max tokens per micro-batch (auto[:GIB]: what fits)
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    # max tokens per micro-batch (auto[:GIB]: what fits; None: auto on a GPU, 16384 elsewhere)
+    ppo_max_token_len_per_gpu: Positive | Auto | None = None
     # the same for values, which keep no activations for a backward (None: twice as many)
     forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
@@ -172,8 +170,9 @@ class Config:
         if self.lora_alpha != Config.lora_alpha and not self.lora_rank:
             flag = f"{to}lora-alpha {self.lora_alpha}"
             raise ValueError(f"{flag}: does nothing without {to}lora-rank")
-        if self.strategy == "fsdp1" and (self.offload_policy or self.defer_grad_sync):
-            flags = f"{to}offload-policy and {to}defer-grad-sync"
+        absent = (self.offload_policy, self.keep_gathered, self.defer_grad_sync)
+        if self.strategy == "fsdp1" and any(absent):
+            flags = f"{to}offload-policy, {to}keep-gathered and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
         if self.ulysses_size > 1 and not self.use_remove_padding:
             flag = f"{to}ulysses-size {self.ulysses_size}"
@@ -189,16 +188,14 @@ class Run:
     # ---- rows
 
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
-    # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    eval_rollouts: Text | None = None
+    eval_rollouts: Text | None = None  # to evaluate on (None: no evaluation; the toy has its own)
     # no training: write this JSONL file with values to out_dir/scored.jsonl
     score: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
     response_key: Text | None = None
     reward_key: Text | None = None  # key of the reward
-    # JSONL key of text that only the critic reads, before the prompt
-    privileged_key: Text | None = None
+    privileged_key: Text | None = None  # key of text that only the critic reads, before the prompt
     # JSON for the chat template, e.g. '{"enable_thinking": false}'
     chat_template_kwargs: Text = "{}"
     last_turn_only: bool = False  # of a chat, only the assistant's last turn is an action
@@ -213,8 +210,7 @@ class Run:
     out_dir: Text = f"out/{Path(__file__).stem}"
     # checkpoint folder to continue from (auto: the last complete one in out_dir)
     resume: Text | None = None
-    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at
-    # the end)
+    # updates between checkpoints (None: at evaluations, in place of the last; 0: only at the end)
     save_every: Count | None = None
     # how many of the last checkpoints to keep (None: all, but see --save-every)
     keep: Positive | None = None
@@ -454,6 +450,7 @@ def shard_fsdp2(model, config, layout):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
+    keep_whole(model, config)
     common.let_ranks_skip_weights(model)
     return model.to_empty(device="cpu" if config.offload_policy else layout.device)
 
@@ -618,6 +615,7 @@ class DataParallelPPOCritic:
         self.passes = 2 + trained / count
 
         # the model
+        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, total_steps)
         self.model, origin = build_value_model(skeleton, config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only
@@ -842,8 +840,8 @@ class DataParallelPPOCritic:
         FSDP averages over dp x sp ranks, but the loss is a sum: multiply by dp x sp. All sp ranks
         of a row compute the same loss, and gather_slices adds up their gradients: divide by sp.
         That leaves dp."""
-        if self.config.defer_grad_sync:
-            self.model.set_requires_gradient_sync(last)
+        if self.config.strategy != "fsdp1":
+            keep_whole(self.model, self.config, last)
         with activations_on_host(self.config):
             outputs = self.forward(micro)
             if micro.values is None:
@@ -979,7 +977,7 @@ class CriticWorker:
         config = self.config
         flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         least = check_budget(config, longest, row)
-        budget = config.ppo_max_token_len_per_gpu
+        budget = config.ppo_max_token_len_per_gpu or max(16384, least)
         together, unit = row_sharing(config)
 
         if isinstance(budget, str):  # auto, or auto:GIB
@@ -1306,6 +1304,8 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
+    elif config.ppo_max_token_len_per_gpu is None and torch.cuda.is_available():
+        config = replace(config, ppo_max_token_len_per_gpu="auto")
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
 
@@ -1494,6 +1494,7 @@ def add_slices(x, group):
     return collectives.wait_tensor(slices).unflatten(0, (dist.get_world_size(group), -1)).sum(0)
 
 
+@torch.compiler.disable
 def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **options):
     """common.packed_attention for ranks that share the row (DeepSpeed-Ulysses, 2309.14509).
 
@@ -1687,6 +1688,54 @@ def read_images(row, image_processor):
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
+# ---- What stays whole between micro-batches, and compiled blocks ---------------------------------
+#
+# A closed chapter behind --keep-gathered, --defer-grad-sync and --compile. It is called from
+# shard_fsdp2 and forward_backward (keep_whole), from DataParallelPPOCritic.__init__
+# (compile_blocks), and check_model tells how long that took.
+
+
+def stays_whole(config):
+    """Whether ranks keep (gathered weights, whole gradients) from one micro-batch to the next.
+
+    If a rank's shard is the whole, it does: that saves copies, and takes no memory for gradients,
+    and that of a copy in the dtype of products for weights."""
+    if config.strategy == "fsdp1":
+        return False, False
+    one_shard = shards_of(config, WORLD_SIZE) == 1 and not config.offload_policy
+    return config.keep_gathered or one_shard, config.defer_grad_sync or one_shard
+
+
+def keep_whole(model, config, last=True):
+    """Tells FSDP2 what to keep after the next forward and backward.
+
+    last: whether it is the last micro-batch before weights change. Then nothing is kept."""
+    gathers_once, reduces_once = stays_whole(config)
+    if gathers_once:
+        model.set_reshard_after_forward(False)
+    model.set_reshard_after_backward(last or not gathers_once)
+    model.set_requires_gradient_sync(last or not reduces_once)
+
+
+def compile_blocks(model, config, model_config, device, total_steps):
+    """Compiles the forward of each block of a skeleton, for rows of any lengths -> whether it does.
+
+    auto: if it is known to pay, and the run has time for it. In place, because the call of a
+    compiled module would take FSDP's hooks in."""
+    dense = not any("expert" in name for name in vars(model_config.get_text_config()))
+    gains = dense and not reads_images(config, model_config) and config.ulysses_size == 1
+    is_long = config.model not in common.TINY and (total_steps or 0) > 20
+    pays = device.type == "cuda" and gains and is_long
+    if config.compile == "off" or (config.compile == "auto" and not pays):
+        return False
+
+    torch.fx.experimental._config.use_duck_shape = False  # two lengths may be equal by chance
+    torch._dynamo.config.recompile_limit = 64  # above it, blocks run uncompiled
+    for block in units_of(model):
+        block.forward = torch.compile(block.forward, dynamic=True)
+    return True
+
+
 # ---- Activations on the host ---------------------------------------------------------------------
 #
 # A closed chapter behind --activation-offload. It is called from forward_backward.
@@ -1804,6 +1853,7 @@ def padding_advice(config):
 @torch.no_grad()
 def check_model(worker):
     """UserError unless rows have the hidden states together that they have alone."""
+    start = time.perf_counter()
     config = worker.config
     critic = worker.critic
     decoder = critic.model.model.get_decoder()
@@ -1818,7 +1868,8 @@ def check_model(worker):
             # as it comes from transformers
             common.CurrentPack.set(None)
             decoder.set_attn_implementation("eager")
-            states_TD = critic.model(input_ids=rows.input_ids[None].to(worker.device))[0]
+            with torch.compiler.set_stance("force_eager"):
+                states_TD = critic.model(input_ids=rows.input_ids[None].to(worker.device))[0]
             decoder.set_attn_implementation(kernel)
             return states_TD
 
@@ -1834,6 +1885,12 @@ def check_model(worker):
     critic.free_gathered()
     name = common.CurrentPack.kernel or "padded"
     print0(f"attention  {name}; rows together differ from rows alone by {off:.0e}")
+
+    # that was the first forward, and this is the first backward
+    if critic.compiled:
+        with torch.enable_grad():
+            worker.try_out(Batch.blank(4).select([0, 0]))
+        print0(f"compile    the blocks, in {time.perf_counter() - start:.0f} s")
 
 
 if __name__ == "__main__":

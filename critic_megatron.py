@@ -68,15 +68,12 @@ class Config:
     # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
     model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    override_config: Text = "{}"
+    override_config: Text = "{}"  # JSON for the model's config, e.g. '{"num_hidden_layers": 4}'
     # value head: any number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (auto: from the checkpoint, else normal; mean: new, at the mean
-    # return)
+    # how the value head starts (auto: from the checkpoint, else normal; mean: at the mean return)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
-    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's, except in
-    # PPO)
+    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's; not in PPO)
     value_range: tuple[Edge, Edge] | None = None
     # regular expression; weights with a match in their name are frozen
     freeze_modules: Text | None = None
@@ -109,8 +106,8 @@ class Config:
     # ---- batches
 
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    # max tokens per micro-batch (auto[:GIB]: what fits)
-    ppo_max_token_len_per_gpu: Positive | Auto = 16384
+    # max tokens per micro-batch (auto[:GIB]: what fits; None: auto on a GPU, 16384 elsewhere)
+    ppo_max_token_len_per_gpu: Positive | Auto | None = None
     # the same for values, which keep no activations for a backward (None: twice as many)
     forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
@@ -183,16 +180,14 @@ class Run:
     # ---- rows
 
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
-    # JSONL file to evaluate on (None: no evaluation; the toy has its own)
-    eval_rollouts: Text | None = None
+    eval_rollouts: Text | None = None  # to evaluate on (None: no evaluation; the toy has its own)
     # no training: write this JSONL file with values to out_dir/scored.jsonl
     score: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
     response_key: Text | None = None
     reward_key: Text | None = None  # key of the reward
-    # JSONL key of text that only the critic reads, before the prompt
-    privileged_key: Text | None = None
+    privileged_key: Text | None = None  # key of text that only the critic reads, before the prompt
     # JSON for the chat template, e.g. '{"enable_thinking": false}'
     chat_template_kwargs: Text = "{}"
     last_turn_only: bool = False  # of a chat, only the assistant's last turn is an action
@@ -207,8 +202,7 @@ class Run:
     out_dir: Text = f"out/{Path(__file__).stem}"
     # checkpoint folder to continue from (auto: the last complete one in out_dir)
     resume: Text | None = None
-    # updates between checkpoints (None: at each evaluation, in place of the one before; 0: only at
-    # the end)
+    # updates between checkpoints (None: at evaluations, in place of the last; 0: only at the end)
     save_every: Count | None = None
     # how many of the last checkpoints to keep (None: all, but see --save-every)
     keep: Positive | None = None
@@ -1114,7 +1108,7 @@ class CriticWorker:
         config = self.config
         flag = f"{config.prefix}ppo-max-token-len-per-gpu"
         least = check_budget(config, longest, row)
-        budget = config.ppo_max_token_len_per_gpu
+        budget = config.ppo_max_token_len_per_gpu or max(16384, least)
         together, unit = row_sharing(config)
 
         if isinstance(budget, str):  # auto, or auto:GIB
@@ -1476,6 +1470,8 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
+    elif config.ppo_max_token_len_per_gpu is None and torch.cuda.is_available():
+        config = replace(config, ppo_max_token_len_per_gpu="auto")
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
 

@@ -1,5 +1,6 @@
 """What to run first on a machine with a GPU: is everything right there, how fast, and what fits?
 
+    python tests/gpu.py budget    what is worth most, in nine minutes
     python tests/gpu.py equal     both critics against the CPU, kernels, checkpoints, runs
     python tests/gpu.py speed     tokens/s, MFU, memory and kernels, next to a bare loop
     python tests/gpu.py memory    what a formula, auto and --offload promise, and what happens
@@ -20,6 +21,7 @@ import io
 import itertools
 import pathlib
 import sys
+import time
 from functools import partial
 from typing import NamedTuple
 from unittest import mock
@@ -30,7 +32,7 @@ import pretend_device
 parser = argparse.ArgumentParser(
     description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
 )
-parser.add_argument("part", choices=("equal", "speed", "memory", "ppo"))
+parser.add_argument("part", choices=("budget", "equal", "speed", "memory", "ppo"))
 parser.add_argument("names", nargs="*", metavar="NAME")
 parser.add_argument("--budget", type=int, default=8192, metavar="TOKENS")
 parser.add_argument("--dry", action="store_true")
@@ -89,7 +91,9 @@ FSDP = {  # what only critic_fsdp.py can do
     "offloads padded": {"use_remove_padding": False, "activation_offload": True},
     "offloads inputs": {**RECOMPUTED, "activation_offload": True},
     "offload policy": {"offload_policy": True},
-    "deferred": {"defer_grad_sync": True},
+    "compiled": {"compile": "on"},
+    "compiled, checkpointing": {"compile": "on", "gradient_checkpointing": True},
+    "compiled, rows alone": {"compile": "on", "share_prompts": False},
     "lora": {"lora_rank": 4},
     "lora fsdp1": {"lora_rank": 4, "strategy": "fsdp1"},
     "window": {"model": "tiny-mistral", "override_config": '{"sliding_window": 8}'},
@@ -375,11 +379,91 @@ def memory(name, report):
 
 
 def formula_of(model):
-    """GiB that one rank needs before activations, by the reference's formula."""
+    """GiB that one rank needs before activations, by the reference's formula for one shard."""
     weights = sum(p.numel() for p in model.parameters())
     layers = common.transformer_blocks(model)
     root = weights - sum(p.numel() for layer in layers for p in layer.parameters())
-    return (16 * weights + 8 * root) / gpu.GIB
+    return (18 * weights + 8 * root) / gpu.GIB
+
+
+# ---- budget: what is worth most, in one call of nine minutes -------------------------------------
+
+STEPS_OF_SPEED = {  # name -> (weights stay gathered, gradients stay whole), --compile
+    "gathered each time": ((False, False), "off"),
+    "weights gathered once": ((True, False), "off"),
+    "and one reduction": ((True, True), "off"),
+    "and compiled": ((True, True), "on"),
+}
+
+
+def ceilings(report):
+    """How fast a product and attention are at the shape of 1.5 billion weights, next to torch's
+    attention of one row."""
+    tokens = 64 if DRY else 6635
+    x_TD, w, q, k, v = (
+        torch.randn(size, device=gpu.DEVICE).bfloat16().requires_grad_()
+        for size in (
+            (tokens, 1536),
+            (8960, 1536),
+            (1, 12, tokens, 128),
+            (1, 2, tokens, 128),
+            (1, 2, tokens, 128),
+        )
+    )
+    pack = common.Pack([tokens], gpu.DEVICE)
+    pairs = 2 * 12 * 128 * tokens**2  # FLOPs of causal attention
+
+    def ours(*qkv):
+        return common.attention(pack, *qkv, 128**-0.5)
+
+    def dense(*qkv):
+        return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
+
+    contestants = {"product": (F.linear, (x_TD, w), 2 * tokens * w.numel())}
+    for name, attend in {"our attention": ours, "dense attention": dense}.items():
+        contestants[name] = (attend, (q, k, v), pairs)
+
+    for name, (forward, inputs, flops) in contestants.items():
+
+        def both(*inputs, forward=forward):
+            out = forward(*inputs)
+            return torch.autograd.grad(out, inputs, torch.ones_like(out))
+
+        cells = {}
+        for task, call in {"forward": forward, "with backward": both}.items():
+            seconds = min(gpu.measure(call, *inputs)[0] for _ in range(8))
+            cells[f"{task}, ms"] = seconds * 1e3
+            if call is forward:
+                cells["TFLOP/s"] = flops / seconds / 1e12
+        report.add(name, **cells)
+
+
+def steps_of_speed(shape, report):
+    """A shape of Qwen2.5 without shared prompts, next to the bare loop, with one step of speed
+    after the other, at two sizes of micro-batches; then with shared prompts, and its kernels."""
+    sizes = [64] if DRY else [8192, 16384]
+    rows = gpu.rows_of(sizes[0], 1)
+    flags = gpu.flags_of_shape(shape)
+    for size in sizes:
+        loop = gpu.BareLoop(size // max(rows.lengths), critic_fsdp.Config(**flags))
+        gpu.race(report, f"{shape} bare, {size:,}", loop, loop, rows, share=False)
+    del loop
+
+    for name, (whole, compiles) in STEPS_OF_SPEED.items():
+        with mock.patch.object(critic_fsdp, "stays_whole", lambda _, whole=whole: whole):
+            start = time.perf_counter()
+            with gpu.quick_weights():
+                worker = gpu.new_critic(critic_fsdp, compile=compiles, share_prompts=False, **flags)
+            print(f"{shape} {name}: built in {time.perf_counter() - start:.0f} s", flush=True)
+            critic = worker.critic
+            for size in sizes:
+                critic.max_tokens = critic.max_tokens_forward = size
+                gpu.race(report, f"{shape} {name}, {size:,}", worker, critic, rows, share=False)
+            if compiles == "on":
+                gpu.print_kernels(f"an update of {shape}", worker.update_critic, rows)
+
+    worker.config = critic.config = dataclasses.replace(worker.config, share_prompts=True)
+    gpu.race(report, f"{shape} and shared prompts, {size:,}", worker, critic, rows, share=True)
 
 
 # ---- ppo: some steps of the loop -----------------------------------------------------------------
@@ -426,6 +510,15 @@ def functions_of(part):
             found[f"moves of {case}"] = partial(moves, case)
         for script in ("fsdp", "megatron"):
             found[f"runs of {script}"] = partial(run_and_resume, script)
+        return found
+
+    # in the order of their worth, because a call may end before them
+    if part == "budget":
+        cases = ("fsdp defaults", "fsdp compiled", "megatron defaults")
+        found = {case: partial(compare, case) for case in cases}
+        found["ceilings"] = ceilings
+        for shape in ["dry"] if DRY else ["1.5b", "0.5b"]:
+            found[f"speed of {shape}"] = partial(steps_of_speed, shape)
         return found
 
     # a shape, who computes it, and how long the rows are
