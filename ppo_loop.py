@@ -101,14 +101,14 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
     GenerationConfig,
-    LogitsProcessor,
-    StoppingCriteria,
     StoppingCriteriaList,
     StopStringCriteria,
     TopPLogitsWarper,
 )
+from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.image_utils import load_image
+from transformers.masking_utils import sdpa_mask
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
@@ -2443,52 +2443,87 @@ def stop_texts(run, tokenizer):
 # ---- Rollout engine: transformers ----------------------------------------------------------------
 
 
-@dataclass
-class Draw(LogitsProcessor):
-    """Samples each row's next token with the row's own random numbers, and masks all others."""
+def draw(logits_BV, u_B1, temperature, top_p, task):
+    """Samples each row's next token with the row's own random number -> (B, 1) ids, and their
+    log-probs. temperature 0: greedy."""
+    if Stop.signal:
+        raise SystemExit
+    known_BV = of_ids_to_sample(logits_BV, task)
+    log_p_BV = (known_BV / (temperature or 1.0)).log_softmax(-1)
 
-    u_BR: torch.Tensor
-    temperature: float  # 0: greedy
-    top_p: float
-    task: Task
-    done: Any = lambda: None  # called after each token, see common.progress_of
-    log_probs: list = field(default_factory=list)  # (B, 1) for each step: those of the drawn tokens
+    # a nucleus; finding it sorts the vocabulary, which takes longer than a small model
+    if temperature and top_p < 1:
+        log_p_BV = TopPLogitsWarper(top_p)(None, log_p_BV).log_softmax(-1)
 
-    def __call__(self, ids_BL, logits_BV):
-        if Stop.signal:
-            raise SystemExit
-        known_BV = of_ids_to_sample(logits_BV, self.task)
-        log_p_BV = (known_BV / (self.temperature or 1.0)).log_softmax(-1)
+    # inverse transform sampling: one random number per token
+    if temperature:
+        cdf_BV = log_p_BV.double().exp().cumsum(-1)
+        chosen_B1 = torch.searchsorted(cdf_BV, u_B1 * cdf_BV[:, -1:], right=True)
+        chosen_B1 = chosen_B1.clamp(max=cdf_BV.shape[1] - 1)
+    else:
+        chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
+    return chosen_B1, log_p_BV.gather(1, chosen_B1)
 
-        # a nucleus; finding it sorts the vocabulary, which takes longer than a small model
-        if self.temperature and self.top_p < 1:
-            log_p_BV = TopPLogitsWarper(self.top_p)(ids_BL, log_p_BV).log_softmax(-1)
 
-        # inverse transform sampling: one random number per token
-        if self.temperature:
-            cdf_BV = log_p_BV.double().exp().cumsum(-1)
-            u_B1 = self.u_BR[:, len(self.log_probs), None] * cdf_BV[:, -1:]
-            chosen_B1 = torch.searchsorted(cdf_BV, u_B1, right=True).clamp(max=cdf_BV.shape[1] - 1)
+def grouped_attention(module, query, keys, values, mask, **options):
+    """transformers' sdpa, which copies keys and values for each head of a group. Here, the heads of
+    a group are the queries of one head, if each row has one query."""
+    sdpa = transformers.AttentionInterface()["sdpa"]
+    B, heads, queries, D = query.shape
+    groups = keys.shape[1]
+    one_mask = mask is None or mask.shape[1] == 1
+    if queries > 1 or heads == groups or not one_mask or options.get("position_bias") is not None:
+        return sdpa(module, query, keys, values, mask, **options)
+
+    options["is_causal"] = False
+    query = query.view(B, groups, -1, D)
+    out, _ = sdpa(nn.Identity(), query, keys, values, mask, **options)
+    return out.transpose(1, 2).reshape(B, 1, heads, -1), None
+
+
+transformers.AttentionInterface.register("grouped", grouped_attention)
+transformers.AttentionMaskInterface.register("grouped", sdpa_mask)
+
+
+class RoomyLayer(DynamicLayer):
+    """Keys and values of some rows of a layer, (B,K,L,D) each, with room for more tokens. The layer
+    of transformers would copy all of them for each new token."""
+
+    room = 128  # tokens
+
+    def __init__(self, layer, rows_B):
+        super().__init__()
+        self.lazy_initialization(layer.keys, layer.values)
+        self.keys = layer.keys[rows_B]
+        self.values = layer.values[rows_B]
+        self.wide = (self.keys, self.values)
+
+    def update(self, keys, values, *args, **options):
+        n = self.keys.shape[2]
+        end = n + keys.shape[2]
+        if end > self.wide[0].shape[2]:
+            more = (0, 0, 0, end - n + self.room)
+            self.wide = [nn.functional.pad(x, more) for x in (self.keys, self.values)]
+
+        for wide, new in zip(self.wide, (keys, values)):
+            wide[:, :, n:end] = new
+        self.keys, self.values = (wide[:, :, :end] for wide in self.wide)
+        return self.keys, self.values
+
+
+def take_rows(rows_B, inputs):
+    """Keeps these rows of the inputs that transformers' generate has between two tokens."""
+    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
+        if inputs.get(name) is not None:  # (B,L), or positions in several axes
+            inputs[name] = inputs[name].index_select(-2, rows_B)
+
+    # layers of windows and recurrent ones stay as they are: they hold little
+    layers = inputs["past_key_values"].layers
+    for i, layer in enumerate(layers):
+        if type(layer) in (DynamicLayer, RoomyLayer) and layer.is_initialized:
+            layers[i] = RoomyLayer(layer, rows_B)
         else:
-            chosen_B1 = log_p_BV.argmax(-1, keepdim=True)
-
-        self.log_probs.append(log_p_BV.gather(1, chosen_B1))
-        self.done()
-        return torch.full_like(logits_BV, -inf).scatter(1, chosen_B1, 0.0)
-
-
-class StopText(StoppingCriteria):
-    """Ends a row whose last token has completed a text of --stop, and notes when. Prompts are
-    left out."""
-
-    def __init__(self, texts, prompt_length):
-        self.texts = texts  # see Task.stop_texts
-        self.prompt_length = prompt_length
-        self.done = []  # (B,) for each step: whether its token has completed a text
-
-    def __call__(self, ids_BL, scores, **more):
-        self.done.append(self.texts(ids_BL[:, self.prompt_length :], scores))
-        return self.done[-1]
+            layer.reorder_cache(rows_B)
 
 
 class HFRollout:
@@ -2508,6 +2543,9 @@ class HFRollout:
             self.model = policy_class(task.model_config).from_config(
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
             )
+        decoder = self.model.get_decoder()
+        if decoder.config._attn_implementation == "sdpa":
+            decoder.set_attn_implementation("grouped")
         self.model.eval()  # some routers draw experts, or add noise, while they train
         self.model.generation_config = GenerationConfig(eos_token_id=task.stop_ids, pad_token_id=0)
         self.away = []  # what is on the host, see common.offload
@@ -2543,48 +2581,101 @@ class HFRollout:
         """generate for rows that run together. most: the most new tokens of a row."""
         prompts, seeds, rooms = zip(*rows)
 
+        # the different prompts, and which one each row has
+        places = {}
+        keys = [(tuple(ids), tuple(files or ())) for ids, files in zip(prompts, images)]
+        place_B = [places.setdefault(key, len(places)) for key in keys]
+
         # prompts end together, behind padding of -1
-        ids_BL = pad_sequence([torch.tensor(ids) for ids in prompts], True, -1, "left")
-        ids_BL = ids_BL.to(self.device)
+        ids_PL = pad_sequence([torch.tensor(ids) for ids, _ in places], True, -1, "left")
+        ids_PL = ids_PL.to(self.device)
 
         # images, and which tokens are theirs, from which generate makes their positions
-        pixels = pixels_of(images, self.run, self.task.images)
+        pixels = pixels_of([files for _, files in places], self.run, self.task.images)
         if pixels:
             pixels = {name: x.to(self.device) for name, x in pixels.items()}
-            pixels["mm_token_type_ids"] = (ids_BL == self.task.images.token).int()
+            pixels["mm_token_type_ids"] = (ids_PL == self.task.images.token).int()
 
         # each row's own random numbers, one per token
         g = torch.Generator()
         u_BR = [torch.rand(most, generator=g.manual_seed(x), dtype=torch.float64) for x in seeds]
-        u_BR = torch.stack(u_BR).to(self.device)
 
-        draw = Draw(u_BR, temperature, self.run.top_p, self.task, done)
-        stop = StopText(self.task.stop_texts, ids_BL.shape[1])
-        out_BL = self.model.generate(
-            ids_BL.clamp(min=0),
-            attention_mask=ids_BL >= 0,
+        rows = (torch.tensor(place_B, device=self.device), torch.stack(u_BR).to(self.device), rooms)
+
+        # generate makes the inputs of the model, and calls the loop
+        replies = self.model.generate(
+            ids_PL.clamp(min=0),
+            attention_mask=ids_PL >= 0,
             max_new_tokens=most,
-            logits_processor=[draw],
-            stopping_criteria=[stop] if self.task.stop_texts else None,
+            custom_generate=partial(self.decode, rows, temperature, done),
             **pixels,
         )
-        done(most - len(draw.log_probs))  # all rows may have ended early
-
-        # where a stop token or text is
-        out_BR = out_BL[:, ids_BL.shape[1] :]
-        stop_ids = torch.tensor(self.task.stop_ids, dtype=torch.int64, device=self.device)
-        stops_BR = torch.isin(out_BR, stop_ids)
-        if self.task.stop_texts:
-            stops_BR |= torch.stack(stop.done, 1)
-
-        # a row ends at its first one; what generate appends to it is padding
-        replies = []
-        columns = (out_BR, torch.cat(draw.log_probs, 1), stops_BR)
-        for ids, log_probs, stops, room in zip(*(x_BR.tolist() for x_BR in columns), rooms):
-            ended = True in stops[:room]
-            n = stops.index(True) + 1 if ended else room
-            replies.append((ids[:n], log_probs[:n], ended))
+        done(most - max(len(ids) for ids, _, _ in replies))  # all rows may have ended early
         return replies
+
+    def decode(self, rows, temperature, done, model, ids_PL, **inputs):
+        """The loop of transformers' generate for different prompts -> a reply to each row, as
+        generate_batch returns it.
+
+        rows: the prompt (B,), random numbers (B,R) and most new tokens of each. inputs: what
+        generate gives the model, and its loop. done(): called after each token."""
+        place_B, u_BR, rooms = rows
+        for name in ("logits_processor", "stopping_criteria", "generation_config"):
+            del inputs[name]  # they are in draw and below
+
+        # each prompt is read once; then all of its rows begin
+        logits_PV, inputs = self.forward(ids_PL, inputs, is_first_iteration=True)
+        logits_BV = logits_PV[place_B]
+        ids_BL = ids_PL[place_B]
+        take_rows(place_B, inputs)
+
+        task = self.task
+        start = ids_PL.shape[1]
+        stop_ids = torch.tensor(task.stop_ids, dtype=torch.int64, device=self.device)
+        said = [[] for _ in rooms]  # token, log-prob and whether it ends the row
+        going = list(range(len(rooms)))
+        while True:
+            # a token for each row
+            u_B1 = u_BR[:, ids_BL.shape[1] - start, None]
+            token_B1, log_p_B1 = draw(logits_BV, u_B1, temperature, self.run.top_p, task)
+            ids_BL = torch.cat([ids_BL, token_B1], 1)
+            ends_B1 = torch.isin(token_B1, stop_ids)
+            if task.stop_texts:
+                ends_B1 |= task.stop_texts(ids_BL[:, start:], None)[:, None]
+
+            # only here does the host wait for the device
+            told_B3 = torch.cat([token_B1.double(), log_p_B1.double(), ends_B1.double()], 1)
+            for i, told in zip(going, told_B3.tolist()):
+                said[i].append(told)
+            done()
+
+            # rows that have ended leave
+            left = [
+                n for n, i in enumerate(going) if not said[i][-1][2] and len(said[i]) < rooms[i]
+            ]
+            if not left:
+                break
+            if len(left) < len(going):
+                going = [going[n] for n in left]
+                left_B = torch.tensor(left, device=self.device)
+                ids_BL = ids_BL[left_B]
+                u_BR = u_BR[left_B]
+                take_rows(left_B, inputs)
+            logits_BV, inputs = self.forward(ids_BL, inputs, next_sequence_length=1)
+
+        columns = [zip(*told) for told in said]
+        return [
+            ([*map(int, ids)], [*log_probs], bool(ends[-1])) for ids, log_probs, ends in columns
+        ]
+
+    def forward(self, ids_BL, inputs, **options):
+        """Reads the ids that are not in the cache -> (B,V) logits of what comes next, inputs."""
+        step = self.model.prepare_inputs_for_generation(ids_BL, **options, **inputs)
+        out = self.model(**step, return_dict=True)
+        inputs = self.model._update_model_kwargs_for_generation(
+            out, inputs, is_encoder_decoder=False
+        )
+        return out.logits[:, -1], inputs
 
 
 # ---- Rollout engine: vLLM ------------------------------------------------------------------------
