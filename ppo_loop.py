@@ -400,19 +400,18 @@ def main(run):
             rewards, mean, faults = score(loop.run, loop.reward, loop.phases, replies)
 
             # log-probs of the answers: the actor's before it learns, and the reference's
-            add_log_probs(loop, batch)
-
-            # what the answers are like, and whether engine and actor agree on them
-            metrics = rollout_metrics(batch, loop.run, loop.engine.dtype)
-            metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
-            metrics |= {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
-            metrics |= {"reward/min": min(rewards), "reward/max": max(rewards)}
+            add_log_probs(loop, step, batch)
 
             # values and credit: how much better than expected each token was; the critic learns
+            metrics = {"reward/mean": mean, "reward/errors": faults, "kl/coef": loop.kl_coef}
+            metrics |= {"reward/min": min(rewards), "reward/max": max(rewards)}
             metrics |= update_critic(loop, batch, replies)
 
             # the actor learns to prefer what was better than expected
-            metrics |= update_actor(loop, step, batch, metrics["kl/reference"], len(rewards))
+            metrics |= update_actor(loop, step, batch, len(rewards))
+
+            # how it went, and what the answers are like
+            metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
             report_step(loop, step, batch, replies, metrics)
 
         # save and evaluate what the last step has made
@@ -482,12 +481,17 @@ def score(run, reward, phases, replies):
     return rewards, sum(rewards) / len(rewards), failed
 
 
-def add_log_probs(loop, batch):
+def add_log_probs(loop, step, batch):
     """Fills in the log-probs of the actions: the old ones, from which PPO's ratios start, and the
-    reference's. Without a reference they are the same, and their KL is 0."""
-    if loop.run.old_log_probs == "engine":
+    reference's. Without a reference they are the same, and their KL is 0. If the actor makes one
+    optimizer step, its own forward gives the old ones."""
+    run = loop.run
+    actor = run.actor
+    rows = sum(of_all_ranks(len(batch)))
+    one_step = actor.ppo_epochs == 1 and rows <= actor.ppo_mini_batch_size
+    if run.old_log_probs == "engine":
         batch.old_log_probs = batch.rollout_log_probs
-    else:
+    elif run.kl_coef or step < run.critic_warmup or not one_step:
         with loop.phases("log_probs", loop.actor):
             batch.old_log_probs = loop.actor.compute_log_probs(batch)
 
@@ -513,8 +517,10 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     collective). seen: the same rows as the critic reads them, which get the values and returns of
     its update; without --privileged-key they are the batch itself. rewards_T: see rewards_of."""
     # rewards: every action earns what it is given, and pays for its KL to the reference
-    kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
-    batch.token_level_rewards = rewards_T - kl_coef * kl_T if kl_coef else rewards_T
+    batch.token_level_rewards = rewards_T
+    if kl_coef:
+        kl_T = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)
+        batch.token_level_rewards = rewards_T - kl_coef * kl_T
 
     # values: what the critic expects before each action
     critic.start_at_mean(batch, run.gamma)
@@ -582,15 +588,23 @@ def prefer_the_mean(batch, run):
     return 0.0
 
 
-def update_actor(loop, step, batch, kl, n):
-    """The actor's update -> metrics; none during --critic-warmup. Adapts the KL coefficient to the
-    mean KL of the step's n rows."""
+def update_actor(loop, step, batch, n):
+    """The actor's update -> its metrics, none during --critic-warmup, and those of the rollout.
+    Adapts the KL coefficient to the mean KL of the step's n rows."""
     run = loop.run
-    if step < run.critic_warmup:
-        return {}
-    with loop.phases("actor", loop.actor):
-        metrics = loop.actor.update_policy(batch)
-    loop.kl_coef = next_kl_coef(loop.kl_coef, kl, n, run.target_kl)
+    metrics = {}
+    learns = step >= run.critic_warmup
+    if learns:
+        with loop.phases("actor", loop.actor):
+            metrics = loop.actor.update_policy(batch)
+        batch.old_log_probs = loop.actor.old_log_probs
+        if batch.ref_log_probs is None:
+            batch.ref_log_probs = batch.old_log_probs
+
+    # whether engine and actor agree; the log-probs may come from the update
+    metrics |= rollout_metrics(batch, run, loop.engine.dtype)
+    if learns:
+        loop.kl_coef = next_kl_coef(loop.kl_coef, metrics["kl/reference"], n, run.target_kl)
     return metrics
 
 
@@ -1940,6 +1954,7 @@ class PolicyWorker:
         self.optimizer_steps = 0  # steps taken; skipped ones do not count
         self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
         self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
+        self.old_log_probs = None  # (T,) of the newest update's batch, from before it
 
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
@@ -2131,7 +2146,11 @@ class PolicyWorker:
             # FSDP keeps the root's weights for a backward, which does not come here
             self.model.reshard()
 
-        # back to the ranks that asked
+        return self.give_back(log_probs, local, table, batch)
+
+    def give_back(self, log_probs, local, table, batch):
+        """Log-probs of this rank's micro-batches -> (T,) of the caller's rows (a collective).
+        UserError: some are not finite."""
         wanted = [list(chain(*micros)) for micros in table]
         log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
         if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
@@ -2143,14 +2162,21 @@ class PolicyWorker:
     # ---- update
 
     @common.dp_compute_proto(
-        needs=("old_log_probs", "ref_log_probs", "rollout_log_probs", "advantages")
+        needs=("rollout_log_probs", "advantages"), may_have=("old_log_probs", "ref_log_probs")
     )
     def update_policy(self, batch, rows):
         """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
-        UserError: a row does not fit."""
+
+        A batch without old log-probs gets those of the only step; without the reference's, they are
+        the old ones. UserError: a row does not fit."""
         self.check_batch(batch, rows, self.max_tokens)
-        self.steps_before = self.optimizer_steps
         config = self.config
+        steps = config.ppo_epochs * ceil(len(rows) / config.ppo_mini_batch_size)
+        if batch.old_log_probs is None and steps > 1:
+            words = f"an update of {steps} optimizer steps needs those from before it"
+            raise UserError(f"old_log_probs: are missing; {words}: call compute_log_probs first")
+
+        self.steps_before = self.optimizer_steps
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # of the mini-batches, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "policy", "rows")
@@ -2166,6 +2192,9 @@ class PolicyWorker:
                 mini = ordered[first : first + config.ppo_mini_batch_size]
                 norms.append(self.step(batch, mini, totals, done))
 
+        self.old_log_probs = batch.old_log_probs
+        if self.old_log_probs is None:  # no row has an action
+            self.old_log_probs = torch.zeros(len(batch.input_ids))
         self.updates += 1
         self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
@@ -2188,15 +2217,25 @@ class PolicyWorker:
         # micro-batches: one forward and backward each, whose gradients add up
         pieces = self.cut(local, table)
         sums = collections.Counter()
+        old = []
         for piece in pieces:
             micro = self.micro_batch(piece)
             log_probs_T, entropy_T = self.model(micro, self.run.temperature)
+            if micro.old_log_probs is None:
+                micro = micro._replace(old_log_probs=log_probs_T.detach())
+            if micro.ref_log_probs is None:
+                micro = micro._replace(ref_log_probs=micro.old_log_probs)
+            old.append(micro.old_log_probs[: len(piece.input_ids)])  # nothing of a masked token
             loss, part = self.loss(micro, log_probs_T, entropy_T)
             # the loss is a sum over ranks, but FSDP averages their gradients
             (loss * WORLD_SIZE).backward()
             common.CurrentPack.check(micro.pack)  # a backward may rerun layers
             sums.update(part)
             done(len(mini) / len(pieces))
+
+        # log-probs of the only step are those from before it
+        if batch.old_log_probs is None:
+            batch.old_log_probs = self.give_back(old, local, table, batch)
 
         # clip and step
         weights = self.model.parameters()
@@ -2465,19 +2504,17 @@ def draw(logits_BV, u_B1, temperature, top_p, task):
     return chosen_B1, log_p_BV.gather(1, chosen_B1)
 
 
-def grouped_attention(module, query, keys, values, mask, **options):
+def grouped_attention(module, query, key, value, attention_mask, **options):
     """transformers' sdpa, which copies keys and values for each head of a group. Here, the heads of
-    a group are the queries of one head, if each row has one query."""
+    a group are queries of one head, if each row has only one query."""
     sdpa = transformers.AttentionInterface()["sdpa"]
     B, heads, queries, D = query.shape
-    groups = keys.shape[1]
-    one_mask = mask is None or mask.shape[1] == 1
-    if queries > 1 or heads == groups or not one_mask or options.get("position_bias") is not None:
-        return sdpa(module, query, keys, values, mask, **options)
+    if queries > 1:
+        return sdpa(module, query, key, value, attention_mask, **options)
 
     options["is_causal"] = False
-    query = query.view(B, groups, -1, D)
-    out, _ = sdpa(nn.Identity(), query, keys, values, mask, **options)
+    query = query.view(B, key.shape[1], -1, D)
+    out, _ = sdpa(nn.Identity(), query, key, value, attention_mask, **options)
     return out.transpose(1, 2).reshape(B, 1, heads, -1), None
 
 

@@ -546,8 +546,8 @@ def stopped(script, number):
 
 # phase -> a function that it calls often, updates before that becomes slow, the saved step
 SLOW_IN = {
-    "rollout": ("ppo_loop:Draw.__call__", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
-    "evaluation": ("ppo_loop:Draw.__call__", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
+    "rollout": ("ppo_loop.draw", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
+    "evaluation": ("ppo_loop.draw", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
     "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
     "update": ("ppo_loop:PolicyWorker.step", 1, 2),
 }  # fmt: skip

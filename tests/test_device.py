@@ -458,7 +458,7 @@ def test_the_host_does_not_wait_for_micro_batches(ranks, name):
 
 
 def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():
-    """transformers' generate checks after each token whether all rows have ended."""
+    """The loop of tokens asks after each one which rows have ended."""
     waits = of_device(1, "actor_and_rollout")
     assert (sum(waits["log-probs"].values()), sum(waits["update"].values())) == (1, 3)
     assert waits[8] - waits[4] == 4

@@ -308,8 +308,8 @@ NEVER_STOPPED = {}  # flags -> how such a run ends, once for all phases
 
 
 PHASES = [  # a call of the second step, of this number
-    ("rollout", ppo_loop.Draw, "__call__", 20, 1),
-    ("evaluation", ppo_loop.Draw, "__call__", 3, 1),
+    ("rollout", ppo_loop, "draw", 20, 1),
+    ("evaluation", ppo_loop, "draw", 3, 1),
     ("reward", ppo_loop, "addition_reward", 6, 1),
     ("reward of an evaluation", ppo_loop, "addition_reward", 4, 1),
     ("log-probs", ppo_loop.Policy, "forward", 2, 1),
