@@ -109,6 +109,7 @@ from transformers.cache_utils import DynamicLayer
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.image_utils import load_image
 from transformers.masking_utils import sdpa_mask
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
@@ -129,6 +130,7 @@ KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AggMode = Literal["token-mean", "token-sum", SeqMode]
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
+TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16384}  # of prompts: fewer would not keep it busy
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -2523,16 +2525,23 @@ transformers.AttentionMaskInterface.register("grouped", sdpa_mask)
 
 
 class RoomyLayer(DynamicLayer):
-    """Keys and values of some rows of a layer, (B,K,L,D) each, with room for more tokens. The layer
+    """Keys and values of some rows of a layer, (B,K,L,D) each, with room for more tokens: the layer
     of transformers would copy all of them for each new token."""
 
     room = 128  # tokens
 
-    def __init__(self, layer, rows_B):
+    def __init__(self, layers, rows_B):
+        """layers: a layer as several batches have it, whose rows end together."""
         super().__init__()
-        self.lazy_initialization(layer.keys, layer.values)
-        self.keys = layer.keys[rows_B]
-        self.values = layer.values[rows_B]
+        self.lazy_initialization(layers[0].keys, layers[0].values)
+        longest = max(layer.keys.shape[2] for layer in layers)
+
+        def join(parts):
+            padded = [nn.functional.pad(x, (0, 0, longest - x.shape[2], 0)) for x in parts]
+            return torch.cat(padded)[rows_B]
+
+        self.keys = join([layer.keys for layer in layers])
+        self.values = join([layer.values for layer in layers])
         self.wide = (self.keys, self.values)
 
     def update(self, keys, values, *args, **options):
@@ -2548,17 +2557,21 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
 
+# what transformers' generate has for each token: (B,L), or positions in several axes
+PER_TOKEN = ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids")
+
+
 def take_rows(rows_B, inputs):
     """Keeps these rows of the inputs that transformers' generate has between two tokens."""
-    for name in ("attention_mask", "position_ids", "token_type_ids", "mm_token_type_ids"):
-        if inputs.get(name) is not None:  # (B,L), or positions in several axes
-            inputs[name] = inputs[name].index_select(-2, rows_B)
+    for name in PER_TOKEN:
+        if inputs.get(name) is not None:
+            inputs[name] = inputs[name][..., rows_B, :]
 
     # layers of windows and recurrent ones stay as they are: they hold little
     layers = inputs["past_key_values"].layers
     for i, layer in enumerate(layers):
         if type(layer) in (DynamicLayer, RoomyLayer) and layer.is_initialized:
-            layers[i] = RoomyLayer(layer, rows_B)
+            layers[i] = RoomyLayer([layer], rows_B)
         else:
             layer.reorder_cache(rows_B)
 
@@ -2661,7 +2674,7 @@ class HFRollout:
             del inputs[name]  # they are in draw and below
 
         # each prompt is read once; then all of its rows begin
-        logits_PV, inputs = self.forward(ids_PL, inputs, is_first_iteration=True)
+        logits_PV, inputs = self.read(ids_PL, inputs)
         logits_BV = logits_PV[place_B]
         ids_BL = ids_PL[place_B]
         take_rows(place_B, inputs)
@@ -2705,13 +2718,51 @@ class HFRollout:
             ([*map(int, ids)], [*log_probs], bool(ends[-1])) for ids, log_probs, ends in columns
         ]
 
+    def read(self, ids_PL, inputs):
+        """Reads prompts -> (P,V) logits of what comes next, inputs. Those of like length are read
+        together, without much padding. Models of images and caches of windows read all at once."""
+        cache = inputs["past_key_values"]
+        plain = {type(layer) for layer in cache.layers} == {DynamicLayer}
+        text = self.model.config.get_text_config() is self.model.config
+        if inputs["attention_mask"] is None or not plain or not text:
+            return self.forward(ids_PL, inputs, is_first_iteration=True)
+
+        # the shortest come first
+        lengths = inputs["attention_mask"].sum(1).tolist()
+        most = TOKENS_AT_ONCE[self.device.type]
+        parts = [[]]
+        for i in sorted(range(len(lengths)), key=lambda i: lengths[i]):
+            if parts[-1] and lengths[i] * (len(parts[-1]) + 1) > most:
+                parts.append([])
+            parts[-1].append(i)
+
+        # each part has a cache of its own
+        logits = []
+        caches = []
+        for part in parts:
+            n = lengths[part[-1]]
+            some = dict(inputs, past_key_values=deepcopy(cache))
+            for name in PER_TOKEN:
+                if some.get(name) is not None:
+                    some[name] = some[name][..., part, -n:]
+            logits_BV, some = self.forward(ids_PL[part, -n:], some, is_first_iteration=True)
+            logits.append(logits_BV)
+            caches.append(some["past_key_values"].layers)
+
+        # together, in the order of the prompts
+        back_P = torch.tensor(list(chain(*parts)), device=self.device).argsort()
+        for i, layers in enumerate(zip(*caches)):
+            if layers[0].is_initialized:
+                cache.layers[i] = RoomyLayer(layers, back_P)
+        out = CausalLMOutputWithPast(past_key_values=cache)
+        inputs = self.model._update_model_kwargs_for_generation(out, inputs, False)
+        return torch.cat(logits)[back_P], inputs
+
     def forward(self, ids_BL, inputs, **options):
         """Reads the ids that are not in the cache -> (B,V) logits of what comes next, inputs."""
         step = self.model.prepare_inputs_for_generation(ids_BL, **options, **inputs)
         out = self.model(**step, return_dict=True)
-        inputs = self.model._update_model_kwargs_for_generation(
-            out, inputs, is_encoder_decoder=False
-        )
+        inputs = self.model._update_model_kwargs_for_generation(out, inputs, False)
         return out.logits[:, -1], inputs
 
 

@@ -3,6 +3,7 @@
 Runs are whole runs of main(), from the command line on. Comparisons come after their runs in
 LAUNCHES."""
 
+import dataclasses
 import json
 import math
 import os
@@ -289,6 +290,12 @@ def one_update(path, n, fields):
     with captured_gradients(worker) as seen:
         metrics = worker.update_policy(batch.select(mine))
     weights = {f"lm.{name}": x.clone() for name, x in worker.weights()}
+
+    # the log-probs that an update computes come back to the rows' ranks
+    again = dataclasses.replace(batch.select(mine), old_log_probs=None)
+    log_probs = worker.compute_log_probs(again)
+    worker.update_policy(again)
+    torch.testing.assert_close(worker.old_log_probs, log_probs, rtol=1e-6, atol=1e-6)
     return {
         "gradients": seen[0],
         "metrics": metrics,

@@ -114,13 +114,45 @@ def test_the_engines_log_probs_save_a_forward_pass(whole_run, tmp_path):
         runs[kind] = common.read_lines(tmp_path / "out/metrics.jsonl")
 
     for ours, theirs in zip(runs["engine"], runs["actor"], strict=True):
-        passing = ("time/", "perf/", "rollout/log_prob_diff")
-        for name in theirs.keys() | ours.keys():
-            if not name.startswith(passing):
-                near = pytest.approx(theirs[name] or 0.0, rel=1e-4, abs=1e-5)
-                assert (ours[name] or 0.0) == near, name
+        assert_same_numbers(ours, theirs, ("time/", "perf/", "rollout/log_prob_diff"))
         if "reward/mean" in ours:
             assert ours["rollout/log_prob_diff"] is None and "time/log_probs" not in ours
+
+
+@pytest.mark.parametrize("flags", ["", "--actor.kl-loss-coef 0.2", "--critic-warmup 1"])
+def test_one_step_saves_a_forward_pass(flags, whole_run, monkeypatch, tmp_path):
+    """The actor's step computes the old log-probs, with the same numbers up to rounding."""
+    runs = []
+    for patched in (False, True):
+        if patched:
+            monkeypatch.setattr(ppo_loop, "add_log_probs", all_log_probs)
+        whole_run(f"--steps 3 {flags}")
+        runs.append(common.read_lines(tmp_path / "out/metrics.jsonl"))
+
+    saved = 0
+    for ours, theirs in zip(*runs, strict=True):
+        assert_same_numbers(ours, theirs, ("time/", "perf/", "rollout/log_prob_diff"))
+        if "reward/mean" in ours:
+            assert ours["rollout/log_prob_diff"] < 1e-5 and "time/log_probs" in theirs
+            saved += "time/log_probs" not in ours
+    assert saved == 3 - ("warmup" in flags)
+
+
+def all_log_probs(loop, step, batch):
+    """Instead of add_log_probs: always by forward passes of their own."""
+    with loop.phases("log_probs"):
+        batch.old_log_probs = loop.actor.compute_log_probs(batch)
+    batch.ref_log_probs = batch.old_log_probs
+    if loop.reference:
+        batch.ref_log_probs = loop.reference.compute_log_probs(batch)
+
+
+def assert_same_numbers(ours, theirs, passing):
+    """Asserts that two lines of metrics are equal up to rounding, but for these beginnings."""
+    for name in theirs.keys() | ours.keys():
+        if not name.startswith(passing):
+            near = pytest.approx(theirs[name] or 0.0, rel=1e-4, abs=1e-5)
+            assert (ours[name] or 0.0) == near, name
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):

@@ -39,6 +39,7 @@ from ppo_helpers import (
     stop_texts_of,
 )
 from reference import MODELS, log_probs_of_reply, nucleus
+from transformers.cache_utils import DynamicLayer
 
 import common
 import ppo_loop
@@ -60,14 +61,18 @@ def of_rings(names, *quick):
 @pytest.mark.parametrize("kind", of_rings(ENGINES, "tiny-qwen2", "tiny-gpt-oss"))
 def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
     """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a
-    stop token or at its length limit, and its sample depends on nothing but its seed."""
+    stop token or at its length limit, and its sample depends on nothing but its seed. Some rows
+    have equal prompts; prompts are read in parts, and keys move to larger buffers."""
+    monkeypatch.setattr(ppo_loop, "TOKENS_AT_ONCE", {"cpu": 20})
+    monkeypatch.setattr(ppo_loop.RoomyLayer, "room", 3)
     monkeypatch.setitem(
         common.TINY, "tiny-gpt-oss", {"num_local_experts": 4, "num_experts_per_tok": 2}
     )
     w = policy(kind, temperature=0.7, override_config=ENGINES[kind])
     lm = plain(w)
     stop = list(range(1, 99, 6))  # one token in six ends a row
-    rows = [(prompt, i, 1 + i % 14) for i, prompt in enumerate(some_prompts())]
+    prompts = some_prompts() + some_prompts((6, 1, 12))
+    rows = [(prompt, i, 1 + i % 14) for i, prompt in enumerate(prompts)]
     engine = engine_of(w, stop)
     replies = engine.generate(rows, 0.0)
     assert_greedy(replies, lm, rows, stop)
@@ -85,8 +90,59 @@ def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
 
     assert_samples_follow_their_seeds(engine_of(w, range(1, 99, 12)))
     endless = engine_of(w, ())
-    assert [(len(ids), ended) for ids, _, ended in endless.generate(rows, 1.0)] == [(10, False)] * 9
+    assert [(len(ids), ended) for ids, _, ended in endless.generate(rows, 1.0)] == [
+        (10, False)
+    ] * 12
     assert endless.generate([], 1.0) == []
+
+
+def test_a_rollout_reads_a_prompt_once_and_leaves_rows_that_have_ended(monkeypatch):
+    """Prompts of like length are read together. For a token, the heads of a group share keys."""
+    monkeypatch.setattr(ppo_loop, "TOKENS_AT_ONCE", {"cpu": 24})
+    attend = torch.nn.functional.scaled_dot_product_attention
+    heads = set()
+
+    def noted(query, key, *args, **options):
+        heads.add((query.shape[1], key.shape[1]))
+        return attend(query, key, *args, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", noted)
+    engine = engine_of(policy(), stop=())
+    shapes = []
+    note = lambda model, args, inputs: shapes.append((*inputs["input_ids"].shape, {*heads}))
+    engine.model.register_forward_pre_hook(note, with_kwargs=True)
+
+    prompts = 2 * some_prompts((9, 2, 12, 3))
+    engine.generate([(prompt, i, 1 + i) for i, prompt in enumerate(prompts)], 1.0)
+    read = [shape[:2] for shape in shapes]
+    assert read == [(2, 3), (2, 12), *((n, 1) for n in range(7, 0, -1))]
+    assert heads - shapes[2][2] == {(2, 2)}  # of a token; the model has 4 heads
+
+
+def test_a_new_token_copies_the_keys_only_where_their_buffer_is_full(monkeypatch):
+    monkeypatch.setattr(ppo_loop.RoomyLayer, "room", 4)
+    g = torch.Generator().manual_seed(0)
+    draw = lambda rows, n: torch.randn(rows, 2, n, 8, generator=g)
+    parts = []
+    for n in (5, 3):
+        parts.append(DynamicLayer())
+        parts[-1].update(draw(2, n), draw(2, n))
+
+    # the shorter part begins with two places of padding
+    layer = ppo_loop.RoomyLayer(parts, torch.tensor([3, 0, 3]))
+    [(a, b), (c, d)] = [(part.keys, part.values) for part in parts]
+    padding = torch.zeros(2, 2, 2, 8)
+    expected = [torch.cat([x, torch.cat([padding, y], 2)])[[3, 0, 3]] for x, y in ((a, c), (b, d))]
+
+    places = []
+    for _ in range(11):
+        new = (draw(3, 1), draw(3, 1))
+        made = layer.update(*new)
+        expected = [torch.cat(pair, 2) for pair in zip(expected, new)]
+        assert all(map(torch.equal, made, expected)) and layer.get_seq_length() == made[0].shape[2]
+        places.append(made[0].data_ptr())
+    assert len(set(places)) == 3  # 1 + 4 + 5 + 1 tokens
+    assert [places.index(x) for x in dict.fromkeys(places)] == [0, 5, 10]
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
