@@ -2537,12 +2537,14 @@ class RoomyLayer(DynamicLayer):
         longest = max(layer.keys.shape[2] for layer in layers)
 
         def join(parts):
-            padded = [nn.functional.pad(x, (0, 0, longest - x.shape[2], 0)) for x in parts]
+            padded = [nn.functional.pad(x, (0, 0, longest - x.shape[2], self.room)) for x in parts]
             return torch.cat(padded)[rows_B]
 
-        self.keys = join([layer.keys for layer in layers])
-        self.values = join([layer.values for layer in layers])
-        self.wide = (self.keys, self.values)
+        self.wide = [
+            join([layer.keys for layer in layers]),
+            join([layer.values for layer in layers]),
+        ]
+        self.keys, self.values = (wide[:, :, :longest] for wide in self.wide)
 
     def update(self, keys, values, *args, **options):
         n = self.keys.shape[2]
@@ -2683,7 +2685,8 @@ class HFRollout:
         start = ids_PL.shape[1]
         stop_ids = torch.tensor(task.stop_ids, dtype=torch.int64, device=self.device)
         said = [[] for _ in rooms]  # token, log-prob and whether it ends the row
-        going = list(range(len(rooms)))
+        going = list(range(len(rooms)))  # rows in the batch
+        ended = set()
         while True:
             # a token for each row
             u_B1 = u_BR[:, ids_BL.shape[1] - start, None]
@@ -2692,20 +2695,21 @@ class HFRollout:
             ends_B1 = torch.isin(token_B1, stop_ids)
             if task.stop_texts:
                 ends_B1 |= task.stop_texts(ids_BL[:, start:], None)[:, None]
+            done()
 
             # only here does the host wait for the device
             told_B3 = torch.cat([token_B1.double(), log_p_B1.double(), ends_B1.double()], 1)
             for i, told in zip(going, told_B3.tolist()):
-                said[i].append(told)
-            done()
+                if i not in ended:
+                    said[i].append(told)
+                    if told[2] or len(said[i]) == rooms[i]:
+                        ended.add(i)
 
-            # rows that have ended leave
-            left = [
-                n for n, i in enumerate(going) if not said[i][-1][2] and len(said[i]) < rooms[i]
-            ]
+            # rows that have ended leave in numbers, because it copies the cache
+            left = [n for n, i in enumerate(going) if i not in ended]
             if not left:
                 break
-            if len(left) < len(going):
+            if len(left) <= 0.75 * len(going):
                 going = [going[n] for n in left]
                 left_B = torch.tensor(left, device=self.device)
                 ids_BL = ids_BL[left_B]

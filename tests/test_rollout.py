@@ -115,7 +115,7 @@ def test_a_rollout_reads_a_prompt_once_and_leaves_rows_that_have_ended(monkeypat
     prompts = 2 * some_prompts((9, 2, 12, 3))
     engine.generate([(prompt, i, 1 + i) for i, prompt in enumerate(prompts)], 1.0)
     read = [shape[:2] for shape in shapes]
-    assert read == [(2, 3), (2, 12), *((n, 1) for n in range(7, 0, -1))]
+    assert read == [(2, 3), (2, 12), *((n, 1) for n in (8, 6, 6, 4, 3, 2, 1))]
     assert heads - shapes[2][2] == {(2, 2)}  # of a token; the model has 4 heads
 
 
@@ -141,8 +141,7 @@ def test_a_new_token_copies_the_keys_only_where_their_buffer_is_full(monkeypatch
         expected = [torch.cat(pair, 2) for pair in zip(expected, new)]
         assert all(map(torch.equal, made, expected)) and layer.get_seq_length() == made[0].shape[2]
         places.append(made[0].data_ptr())
-    assert len(set(places)) == 3  # 1 + 4 + 5 + 1 tokens
-    assert [places.index(x) for x in dict.fromkeys(places)] == [0, 5, 10]
+    assert [places.index(x) for x in dict.fromkeys(places)] == [0, 4, 9]  # the first of each buffer
 
 
 @pytest.mark.parametrize("tokenizer", [TOKENIZER, "of several letters, or parts of one"])
