@@ -2595,6 +2595,8 @@ class HFRollout:
             self.model = policy_class(task.model_config).from_config(
                 deepcopy(task.model_config), dtype=self.dtype, attn_implementation=attention
             )
+
+        # a model that chooses sdpa reads the keys of a group of heads once
         decoder = self.model.get_decoder()
         if decoder.config._attn_implementation == "sdpa":
             decoder.set_attn_implementation("grouped")
