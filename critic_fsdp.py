@@ -1722,7 +1722,7 @@ def compile_blocks(model, config, model_config, device, total_steps):
 
     auto: if it is known to pay, and the run has time for it. In place, because the call of a
     compiled module would take FSDP's hooks in."""
-    dense = not any("expert" in name for name in vars(model_config.get_text_config()))
+    dense = not any(".experts." in name for name, _ in model.named_parameters())
     gains = dense and not reads_images(config, model_config) and config.ulysses_size == 1
     is_long = config.model not in common.TINY and (total_steps or 0) > 20
     pays = device.type == "cuda" and gains and is_long
