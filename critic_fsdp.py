@@ -14,8 +14,8 @@ change them. Two scripts are the same critic, and their diff shows what parallel
     ranks split      weights; rows, by heads (Ulysses)  matrices, layers, experts; rows, by tokens
     only one has     images, LoRA, optimizer of choice  pipelines
     closed chapters  Ulysses, LoRA and frozen weights,  context parallelism, layers and groups,
-    behind `learn`   images, activations on the host,   the map of weights, Megatron without CUDA
-                     FSDP1, packing of any model
+    behind `learn`   images, compiled blocks, packing,  the map of weights, Megatron without CUDA
+                     activations on the host, FSDP1
 
 Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
@@ -1688,7 +1688,7 @@ def read_images(row, image_processor):
     return dict(image_processor(images=[load_image(x) for x in row["images"]], return_tensors="pt"))
 
 
-# ---- What stays whole between micro-batches, and compiled blocks ---------------------------------
+# ---- Whole weights and compiled blocks -----------------------------------------------------------
 #
 # A closed chapter behind --keep-gathered, --defer-grad-sync and --compile. It is called from
 # shard_fsdp2 and forward_backward (keep_whole), from DataParallelPPOCritic.__init__

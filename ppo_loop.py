@@ -2002,6 +2002,8 @@ class PolicyWorker:
         layered = self.model.lm.get_decoder() if self.images else self.model
         for module in (*common.transformer_blocks(layered), self.model):
             fully_shard(module, mesh=mesh, mp_policy=policy)
+        if WORLD_SIZE == 1:  # weights in one shard stay gathered until they change
+            self.model.set_reshard_after_forward(False)
         common.let_ranks_skip_weights(self.model)
         self.model.to_empty(device=self.device)
 
@@ -2045,7 +2047,7 @@ class PolicyWorker:
             self.model.lm.config.get_text_config().vocab_size,
             advice="; give another model, because an actor's rows must be packed",
         )
-        self.model.reshard()
+        self.free_gathered()
 
     def check_ready(self, saves=False):
         """RuntimeError if a failed update comes before. saves: unless it has made no step."""
@@ -2065,11 +2067,15 @@ class PolicyWorker:
             words = f"a row has {longest} tokens, but a micro-batch takes {max_tokens}"
             raise UserError(f"{words}: raise --actor.ppo-max-token-len-per-gpu")
 
-    def offload(self):
-        """Moves weights and optimizer state to the host, to free device memory for other phases."""
+    def free_gathered(self):
+        """Frees the gathered weights that FSDP keeps after a forward, for a backward to come."""
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()
+
+    def offload(self):
+        """Moves weights and optimizer state to the host, to free device memory for other phases."""
+        self.free_gathered()
         self.weights_away += common.offload(self.model.parameters())
         if self.optimizer:
             self.moments_away += common.offload(common.optimizer_moments(self.optimizer))
@@ -2145,8 +2151,7 @@ class PolicyWorker:
                 log_probs_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
                 log_probs.append(log_probs_T[: len(piece.input_ids)])  # nothing of a masked token
         finally:
-            # FSDP keeps the root's weights for a backward, which does not come here
-            self.model.reshard()
+            self.free_gathered()
 
         return self.give_back(log_probs, local, table, batch)
 
@@ -2220,7 +2225,10 @@ class PolicyWorker:
         pieces = self.cut(local, table)
         sums = collections.Counter()
         old = []
-        for piece in pieces:
+        for i, piece in enumerate(pieces, 1):
+            if WORLD_SIZE == 1:
+                self.model.set_reshard_after_backward(i == len(pieces))
+                self.model.set_requires_gradient_sync(i == len(pieces))
             micro = self.micro_batch(piece)
             log_probs_T, entropy_T = self.model(micro, self.run.temperature)
             if micro.old_log_probs is None:

@@ -42,7 +42,7 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
     ]
     fsdp, megatron = sections(critic_fsdp), sections(cm)
     assert fsdp[: len(shared)] == megatron[: len(shared)] == shared
-    chapters = ["Ulysses", "LoRA and frozen weights", "Images"]
+    chapters = ["Ulysses", "LoRA and frozen weights", "Images", "Whole weights and compiled blocks"]
     chapters += ["Activations on the host", "FSDP1", "Packing"]
     assert fsdp[len(shared) :] == chapters
     chapters = ["Context parallelism", "Layers and process groups of Megatron", "Weights"]
@@ -103,7 +103,7 @@ def test_flags_of_both_scripts_have_the_same_meaning_and_default(kind, count):
     assert [name for name in megatron if name in shared] == shared and len(shared) >= count
     assert {n: fsdp[n] for n in shared} == {n: megatron[n] for n in shared}
     layout = "strategy fsdp_size ulysses_size offload_policy activation_offload".split()
-    absent = "freeze_modules lora_rank lora_alpha defer_grad_sync".split()
+    absent = "freeze_modules lora_rank lora_alpha defer_grad_sync keep_gathered compile".split()
     assert fsdp.keys() - megatron.keys() <= {*layout, *absent}
 
 
