@@ -15,8 +15,8 @@ change them. Two scripts are the same critic, and their diff shows what parallel
     ranks split      weights; rows, by heads (Ulysses)  matrices, layers, experts; rows, by tokens
     only one has     images, LoRA, optimizer of choice  pipelines
     closed chapters  Ulysses, LoRA and frozen weights,  context parallelism, layers and groups,
-    behind `learn`   images, activations on the host,   the map of weights, Megatron without CUDA
-                     FSDP1, packing of any model
+    behind `learn`   images, compiled blocks, packing,  the map of weights, Megatron without CUDA
+                     activations on the host, FSDP1
 
 Shapes are in the names: T tokens, end to end; B sequences; L longest; S slots; D features.
 """
