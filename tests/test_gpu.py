@@ -105,6 +105,15 @@ def test_speed():
     assert len(tens) == (2 if HAS_MEGATRON else 1)
 
 
+def test_budget():
+    """A row for the bare loop, for each step of speed, and for shared prompts."""
+    rows = rows_in(succeeded(gpu_py("budget", "--dry", "ceilings", "speed")))
+    steps = ["bare", "gathered each time", "weights gathered once", "and one reduction"]
+    steps += ["and compiled", "and shared prompts"]
+    ceilings = {"product", "our attention", "dense attention"}
+    assert rows.keys() == ceilings | {f"dry {step}, 64" for step in steps}
+
+
 def test_ppo():
     rows = rows_in(succeeded(gpu_py("ppo", "--dry", "kl")))
     assert rows["kl"]["steps"] == "2" and "reference" in rows["kl"]["seconds of the last step"]
