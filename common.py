@@ -66,6 +66,7 @@ from time import perf_counter, sleep, time_ns
 from typing import Annotated, NamedTuple
 
 import jinja2
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -274,9 +275,8 @@ class Batch:
         return [Batch(**dict(zip(columns, piece))) for piece in zip(*columns.values())]
 
     def groups(self, share=True):
-        """by_prompt with indices: [(shared tokens, indices of the rows with this prompt)]."""
-        groups = by_prompt(describe(self), share)
-        return [(shared, [row.index for row in rows]) for shared, rows in groups]
+        """by_prompt of its rows: [(shared tokens, [indices of the rows with this prompt])]."""
+        return [(shared, same.tolist()) for shared, same in by_prompt(describe(self), share)]
 
     def mean_return(self, gamma):
         """Over the actions of all ranks (a collective); NaN without an action.
@@ -592,10 +592,10 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     rows: the Rows of the mini-batch, of which this batch is a part. None: this batch is the whole.
     places: with places p, only the actions min(L - 1, floor(p L)) of a row's L actions count, as in
     SP3O (2609.18708)."""
-    rows = rows or describe(batch)
+    rows = describe(batch) if rows is None else rows
     mask_T = batch.response_mask
     actions_B = batch.actions
-    tokens = sum(row.actions for row in rows)
+    tokens = int(rows.actions.sum())
 
     # a mask of the chosen actions, and their number in the mini-batch
     if places:
@@ -604,14 +604,14 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
         for index in action_A.split(actions_B.tolist()):
             mask_T[index[chosen_actions(len(index), places)]] = True
         actions_B = replace(batch, response_mask=mask_T).actions
-        tokens = sum(len(chosen_actions(row.actions, places)) for row in rows)
+        tokens = sum(len(chosen_actions(n, places)) for n in rows.actions.tolist())
 
     if mode == "token-sum":
         return mask_T.float()
     if mode == "token-mean":
         return mask_T / torch.tensor(tokens)
 
-    sequences = sum(row.actions > 0 for row in rows)
+    sequences = int((rows.actions > 0).sum())
     weights_T = mask_T / torch.tensor(sequences)
     if mode == "seq-mean-token-mean":
         weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
@@ -814,28 +814,36 @@ def check_default_dtype():
         raise RuntimeError(f"torch's default dtype is {dtype}, but must be float32 here")
 
 
-class Row(NamedTuple):
-    """What every rank knows of a row, wherever it is. Mini-batches, micro-batches and the weights
-    of losses follow from it, alike on all ranks."""
+# What every rank knows of a row, wherever it is. Mini-batches, micro-batches and the weights of
+# losses follow from it, alike on all ranks. Rows are one np.recarray: rows.length are all lengths
+Row = np.dtype([
+    ("row_id", np.int64),
+    ("owner", np.int32),  # the rank that has it
+    ("index", np.int32),  # its place in the owner's batch
+    ("length", np.int32),  # tokens
+    ("actions", np.int32),
+    ("shared", np.int32),  # tokens that equal prompts can share: the prompt but its last token
+    ("prompt", "S16"),  # digest of the prompt; empty: the row shares nothing
+    ("images", bool),  # whether it has any
+])  # fmt: skip
 
-    row_id: int
-    owner: int  # the rank that has it
-    index: int  # its place in the owner's batch
-    length: int  # tokens
-    actions: int
-    shared: int  # tokens that rows with an equal prompt can share: the prompt but its last token
-    prompt: bytes  # digest of the prompt; empty: the row shares nothing
-    images: bool  # whether it has any
+
+class Table(NamedTuple):
+    """Which rows each data-parallel rank computes, alike on all ranks."""
+
+    rows: np.recarray  # Rows
+    wanted: list  # for each rank, the indices of its rows, micro-batch after micro-batch
+    sizes: list  # for each rank, how many rows each of its micro-batches has
 
 
 def describe(batch):
-    """[Row] of this rank's batch, in its order."""
+    """The Rows of this rank's batch, in its order."""
     ids = batch.input_ids.numpy()
     acts = batch.response_mask.numpy()
     images = batch.multi_modal_inputs or [{}] * len(batch)
     starts = batch.cu_seqlens.tolist()
 
-    rows = []
+    rows = np.recarray(len(batch), Row)
     for index, row_id in enumerate(batch.row_id.tolist()):
         start = starts[index]
         end = starts[index + 1]
@@ -846,63 +854,88 @@ def describe(batch):
         digest = b""
         if prompt and not images[index]:
             digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
-        row = Row(
-            row_id=row_id,
-            owner=RANK,
-            index=index,
-            length=end - start,
-            actions=actions,
-            shared=max(prompt - 1, 0),
-            prompt=digest,
-            images=bool(images[index]),
-        )
-        rows.append(row)
+        shared = max(prompt - 1, 0)
+        has_images = bool(images[index])
+        rows[index] = (row_id, RANK, index, end - start, actions, shared, digest, has_images)
     return rows
 
 
 def rows_of_all_ranks(batch):
-    """[Row] of all ranks, in row_id order (a collective). UserError: a row is passed twice."""
-    parts = [describe(batch)]
-    if WORLD_SIZE > 1:
-        parts = of_all_ranks(parts[0])
+    """The Rows of all ranks, in row_id order (a collective). UserError: a row is passed twice."""
+    rows = describe(batch)
+    if WORLD_SIZE > 1:  # bytes, because objects of thousands of ranks would take seconds
+        rows = np.frombuffer(b"".join(of_all_ranks(rows.tobytes())), Row).view(np.recarray)
+    rows = rows[rows.row_id.argsort()]
 
-    rows = sorted(itertools.chain(*parts))
-    for row, after in itertools.pairwise(rows):
-        if row.row_id == after.row_id:
-            words = "occurs more than once: a rank must pass only its own rows"
-            raise UserError(f"row_id {row.row_id} {words}")
+    twice = rows.row_id[1:][rows.row_id[1:] == rows.row_id[:-1]]
+    if len(twice):
+        words = "occurs more than once: a rank must pass only its own rows"
+        raise UserError(f"row_id {twice[0]} {words}")
     return rows
 
 
+def same_prompt(rows, share=True):
+    """(B,) the index of the first row with an equal prompt. Rows with images or without an action
+    are alone; without share, all are."""
+    alone = np.arange(len(rows))
+    _, first, number = np.unique(rows.prompt, return_index=True, return_inverse=True)
+    return np.where(share & (rows.prompt != b""), first[number], alone)
+
+
 def by_prompt(rows, share=True):
-    """[(shared, [Row])] of rows with equal prompts, in row order; shared: tokens of the prompt but
-    the last. Rows with images or without an action are alone; without share, all are."""
-    found = {}
-    for number, row in enumerate(rows):
-        key = row.prompt if share and row.prompt else number
-        found.setdefault(key, []).append(row)
-    return [(same[0].shared, same) for same in found.values()]
+    """[(shared, indices)] of rows with equal prompts, in row order; shared: tokens of the prompt
+    but the last. share: see same_prompt."""
+    first = same_prompt(rows, share)
+    order = first.argsort(kind="stable")
+    begins = np.diff(first[order], prepend=-1).nonzero()[0]
+    shared = rows.shared[order[begins]].tolist()
+    return list(zip(shared, np.split(order, begins[1:])))
 
 
-def costs(groups, cost=int):
+def pieces(rows, most, ranks, share=True):
+    """Rows with equal prompts, in pieces of one row, or of at most `most` tokens and a rank's share
+    of all -> (indices of the rows, piece after piece; how many each piece has; its tokens, of which
+    shared ones count once). share: see same_prompt."""
+    first = same_prompt(rows, share)
+    behind = rows.length - rows.shared[first]  # tokens of a row that follows one with its prompt
+    tokens = np.where(first == np.arange(len(rows)), rows.length, behind)
+    most = min(most, tokens.sum() / ranks)
+
+    order = first.argsort(kind="stable")
+    columns = [x[order].tolist() for x in (first, rows.length, behind)]
+    counts = []
+    sizes = []
+    before = None
+    for prompt, alone, more in zip(*columns):
+        if prompt == before and sizes[-1] + more <= most:
+            counts[-1] += 1
+            sizes[-1] += more
+        else:
+            counts.append(1)
+            sizes.append(alone)
+        before = prompt
+    return order, np.array(counts, dtype=int), np.array(sizes, dtype=int)
+
+
+def costs(rows, groups, cost=int):
     """Cost of each group of by_prompt, whose shared tokens count once. cost(n): what the first n
     tokens of a row cost; by default, tokens."""
+    lengths = rows.length.tolist()
     return [
-        cost(shared) + sum(cost(row.length) - cost(shared) for row in rows)
-        for shared, rows in groups
+        cost(shared) + sum(cost(lengths[i]) - cost(shared) for i in same) for shared, same in groups
     ]
 
 
 def shuffled_rows(groups, *key):
-    """The rows of by_prompt or Batch.groups, with the groups shuffled by the key alone, such as
-    seed, step and epoch."""
+    """The indices of by_prompt, with its groups shuffled by the key alone, such as seed, step and
+    epoch."""
     groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
-    return [row for _, rows in groups for row in rows]
+    return list(itertools.chain(*(same for _, same in groups)))
 
 
 def rows_of_step(step, groups, size, seed):
-    """Rows for update `step`, at most `size`: indices, or what else the groups hold. Each pass over
-    the groups is shuffled anew."""
+    """Indices of the rows for update `step`, at most `size`. Each pass over the groups is shuffled
+    anew."""
     n = sum(len(rows) for _, rows in groups)
     pieces = ceil(n / size)  # of equal sizes, give or take one row
     i = step % pieces
@@ -910,37 +943,32 @@ def rows_of_step(step, groups, size, seed):
     return rows[n * i // pieces : n * (i + 1) // pieces]
 
 
-def fetch(batch, wanted):
+def fetch(batch, rows, wanted):
     """The rows that this rank computes, from the ranks that have them (a collective) -> Batch of
-    the Rows wanted[RANK], in that order. wanted: the Rows for each rank, a table that is equal on
-    all.
+    the Rows wanted[RANK], in that order. wanted: indices of Rows for each rank, equal on all.
 
         rank 0 has A B, rank 1 has C D          wanted: C A for rank 0, D B for rank 1
         rank 0 sends A to itself, B to rank 1   and gets A from itself, C from rank 1: order C A"""
-    mine = wanted[RANK]
+    mine = rows[wanted[RANK]]
     if WORLD_SIZE == 1:
-        return batch.select([row.index for row in mine])
+        return batch.select(mine.index.tolist())
 
     # what leaves for each rank that wants it, and what comes from each rank that has it
-    leaving = [[row for row in rows if row.owner == RANK] for rows in wanted]
-    coming = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
-    rows_sent = list(map(len, leaving))
-    rows_got = list(map(len, coming))
-    tokens_sent = list(map(tokens_of, leaving))
-    tokens_got = list(map(tokens_of, coming))
+    leaving, receiver = wanted_of_this_rank(rows, wanted)
+    rows_sent, tokens_sent = sizes_by_rank(receiver, leaving)
+    rows_got, tokens_got = sizes_by_rank(mine.owner, mine)
 
     # indices of what leaves, in the order of ranks
-    row_out = [row.index for row in itertools.chain(*leaving)]
+    row_out = leaving.index.tolist()
     token_out = batch.token_index(row_out)
 
     # where each wanted row is among those that come; the same for tokens
-    by_owner = sorted(range(len(mine)), key=lambda i: mine[i].owner)
-    row_order = torch.tensor(by_owner).argsort().tolist()
-    cu_coming = cumulative([row.length for row in itertools.chain(*coming)])
-    token_order = tokens_in(cu_coming, row_order)
+    by_owner = mine.owner.argsort(kind="stable")
+    row_order = by_owner.argsort().tolist()
+    token_order = tokens_in(cumulative(mine.length[by_owner].tolist()), row_order)
 
     # one column after another, which takes less memory
-    columns = {"cu_seqlens": cumulative([row.length for row in mine])}
+    columns = {"cu_seqlens": cumulative(mine.length.tolist())}
     for name, column in vars(batch).items():
         if not isinstance(column, torch.Tensor) or name == "cu_seqlens":
             continue
@@ -949,34 +977,50 @@ def fetch(batch, wanted):
         else:
             columns[name] = all_to_all(column[token_out], tokens_sent, tokens_got)[token_order]
 
-    if any(row.images for rows in wanted for row in rows):
+    if rows.images.any():
         images = batch.multi_modal_inputs or [{}] * len(batch)
-        parts = exchange([[images[row.index] for row in rows] for rows in leaving])
+        going = [leaving.index[receiver == rank] for rank in range(WORLD_SIZE)]
+        parts = exchange([[images[i] for i in index] for index in going])
         parts = list(itertools.chain(*parts))
         columns["multi_modal_inputs"] = [parts[i] for i in row_order]
     return Batch(**columns)
 
 
-def give_back(x_T, local, wanted, batch):
+def wanted_of_this_rank(rows, wanted):
+    """(This rank's Rows that are wanted, in the order of the ranks that want them; these ranks)."""
+    index = np.concatenate(wanted).astype(int)
+    ranks = np.arange(WORLD_SIZE).repeat(list(map(len, wanted)))
+    ours = rows.owner[index] == RANK
+    return rows[index[ours]], ranks[ours]
+
+
+def sizes_by_rank(ranks, rows):
+    """(number of rows, their tokens) for each rank. ranks: one for each of the Rows."""
+    tokens = np.bincount(ranks, rows.length, WORLD_SIZE).astype(int)
+    return np.bincount(ranks, minlength=WORLD_SIZE).tolist(), tokens.tolist()
+
+
+def give_back(x_T, local, rows, wanted, batch):
     """The inverse of fetch, for numbers of tokens (a collective) -> (T,) of this rank's batch.
 
     x_T: of `local`, which fetch gave. wanted: as in fetch, but empty for ranks that give nothing
     back. What several ranks give for one token is added up: Megatron's context-parallel ranks have
     0 for the tokens of others."""
-    mine = wanted[RANK]
-    by_owner = sorted(range(len(mine)), key=lambda i: mine[i].owner)
-    going = [[row for row in mine if row.owner == rank] for rank in range(WORLD_SIZE)]
-    coming = [[row for row in rows if row.owner == RANK] for rows in wanted]
+    mine = rows[wanted[RANK]]
+    by_owner = mine.owner.argsort(kind="stable")
+    coming, giver = wanted_of_this_rank(rows, wanted)
+    _, tokens_given = sizes_by_rank(mine.owner, mine)
+    _, tokens_got = sizes_by_rank(giver, coming)
 
-    x_T = x_T[local.token_index(by_owner)]
-    got_T = all_to_all(x_T, list(map(tokens_of, going)), list(map(tokens_of, coming)))
-    index_T = batch.token_index([row.index for row in itertools.chain(*coming)])
+    x_T = x_T[local.token_index(by_owner.tolist())]
+    got_T = all_to_all(x_T, tokens_given, tokens_got)
+    index_T = batch.token_index(coming.index.tolist())
     return torch.zeros(len(batch.input_ids)).index_add(0, index_T, got_T)
 
 
 def tokens_of(rows):
     """Tokens of these Rows."""
-    return sum(row.length for row in rows)
+    return int(rows.length.sum())
 
 
 def all_to_all(x, sent, got):

@@ -252,6 +252,7 @@ if __name__ == "__main__":  # here, because the imports below take ten seconds
     with redirect_stderr(sys.stderr if speaks else io.StringIO()):  # tyro prints some boxes anyway
         RUN = tyro.cli(Run, description=__doc__, console_outputs=speaks)
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import torch.nn as nn
@@ -492,60 +493,50 @@ def shift(x_T):
 
 
 def spread(costs, k):
-    """k lists of indices with nearly equal sums.
-
-    Each next largest cost joins the emptiest list (Graham 1969)."""
-    largest_first = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    first = largest_first[:k]  # each joins a list that is empty
-    parts = [[i] for i in first] + [[] for _ in range(k - len(first))]
-    loads = [(costs[i], part) for part, i in enumerate(first)]
+    """(indices of the costs, largest first; the list that each of these joins), for k lists with
+    nearly equal sums of integers. Each next largest cost joins the emptiest list (Graham 1969)."""
+    largest_first = np.argsort(-costs, kind="stable")
+    lists = np.arange(len(costs))  # the first k join lists that are empty
+    costs = costs[largest_first] * k
+    loads = (costs + lists)[:k].tolist()  # k times the sum, plus the number of the list
     heapify(loads)  # the emptiest is first
-    for i in largest_first[k:]:
-        load, emptiest = loads[0]
-        heapreplace(loads, (load + costs[i], emptiest))
-        parts[emptiest].append(i)
-    return parts
+    for i, cost in enumerate(costs[k:].tolist(), k):
+        lists[i] = loads[0] % k
+        heapreplace(loads, loads[0] + cost)
+    return largest_first, lists
 
 
 def micro_batches(rows, dp_size, max_tokens, share, padded=False):
-    """A list of micro-batches (lists of Rows) for each data-parallel rank, none above max_tokens.
+    """A common.Table of micro-batches for each data-parallel rank, none above max_tokens.
 
     Every rank computes the same table, so all run equally many forwards without communicating
     (ranks that share weights must). A rank with fewer tokens gets smaller or empty micro-batches.
     Rows with equal prompts stay together unless they exceed a micro-batch or a rank's share of all
     tokens. share: whether a prompt counts once for all its rows."""
-    groups = common.by_prompt(rows, share and not padded)
-    most = min(max_tokens, sum(common.costs(groups)) / dp_size)
+    order, counts, sizes = common.pieces(rows, max_tokens, dp_size, share and not padded)
 
-    # groups, large ones in several pieces
-    bundles = []
-    for shared, same in groups:
-        size = math.inf  # the first row begins a piece
-        for row in same:
-            size += row.length - shared
-            if size > most:
-                size = row.length
-                bundles.append((shared, []))
-            bundles[-1][1].append(row)
-    sizes = common.costs(bundles)
-
-    def slots(part):
-        lengths = [sizes[i] for i in part]
+    def fullest(largest_first, lists):
+        tokens = np.bincount(lists, sizes[largest_first])
         if padded:  # each row to the longest
-            return max(lengths, default=0) * len(lengths)
-        return sum(lengths)
+            tokens = np.bincount(lists) * sizes[largest_first[: len(tokens)]]
+        return tokens.max(initial=0)
 
     # as few micro-batches as the cap allows; trying every count would be slow for long batches
     count = 1
-    while sum(sizes) > max_tokens * dp_size * count:
+    while (
+        sizes.sum() > max_tokens * dp_size * count
+        or fullest(*(parts := spread(sizes, dp_size * count))) > max_tokens
+    ):
         count += 1 + count // 20
-    parts = spread(sizes, dp_size * count)
-    while max(map(slots, parts)) > max_tokens:
-        count += 1 + count // 20
-        parts = spread(sizes, dp_size * count)
 
-    table = [[row for i in part for row in bundles[i][1]] for part in parts]
-    return [table[rank::dp_size] for rank in range(dp_size)]
+    # micro-batch i of rank r is list i * dp_size + r
+    largest_first, lists = parts
+    micro = lists % dp_size * count + lists // dp_size
+    place = largest_first[micro.argsort(kind="stable")].argsort()  # of each piece in the table
+    order = order[place.repeat(counts).argsort(kind="stable")]
+    sizes = np.bincount(micro, counts[largest_first], dp_size * count).astype(int)
+    sizes = sizes.reshape(dp_size, count)
+    return common.Table(rows, np.split(order, sizes.sum(1).cumsum()[:-1]), sizes.tolist())
 
 
 def pack_rows(batch, device, share, unit=1):
@@ -648,12 +639,12 @@ class DataParallelPPOCritic:
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
-        wanted = [list(itertools.chain(*table[dp_rank])) for dp_rank in self.layout.dp_ranks]
-        return common.fetch(batch, wanted)
+        wanted = [table.wanted[dp_rank] for dp_rank in self.layout.dp_ranks]
+        return common.fetch(batch, table.rows, wanted)
 
     def cut(self, local, table):
         """The fetched rows in micro-batches; some may have no row."""
-        return local.split(list(map(len, table[self.layout.dp_rank])))
+        return local.split(table.sizes[self.layout.dp_rank])
 
     def micro_batch(self, piece):
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
@@ -743,14 +734,14 @@ class DataParallelPPOCritic:
         collective). A stage without the head has none, and gives none."""
         values_T = torch.zeros(len(local.input_ids))
         if values:
-            sizes = map(common.tokens_of, table[self.layout.dp_rank])
+            sizes = [len(piece.input_ids) for piece in self.cut(local, table)]
             kept = [v_T[:size] for v_T, size in zip(values, sizes, strict=True)]  # no blank rows
             values_T = torch.cat(kept).cpu()
 
         wanted = []
         for dp_rank, gives in zip(self.layout.dp_ranks, self.layout.gives_values):
-            wanted.append(list(itertools.chain(*table[dp_rank])) if gives else [])
-        return common.give_back(values_T, local, wanted, batch)
+            wanted.append(table.wanted[dp_rank] if gives else [])
+        return common.give_back(values_T, local, table.rows, wanted, batch)
 
     def free_gathered(self):
         """Frees the gathered weights that FSDP keeps after a forward, for a backward to come."""
@@ -783,13 +774,13 @@ class DataParallelPPOCritic:
         for epoch in range(config.ppo_epochs):
             ordered = rows
             if config.shuffle:
-                ordered = common.shuffled_rows(groups, config.seed, self.updates, epoch)
+                ordered = rows[common.shuffled_rows(groups, config.seed, self.updates, epoch)]
 
             # each mini-batch is one optimizer step
             for first in range(0, len(ordered), config.ppo_mini_batch_size):
                 mini = ordered[first : first + config.ppo_mini_batch_size]
                 norms.append(math.nan)
-                if not any(row.actions for row in mini):
+                if not mini.actions.any():
                     continue  # AdamW would move the weights even with zero gradients
                 local, table = self.mini_batch(batch, mini)
                 pieces = self.cut(local, table)
@@ -1034,7 +1025,7 @@ class CriticWorker:
     def check_batch(self, batch, rows):
         """Raises UserError or ValueError for rows that do not fit, RuntimeError while offloaded."""
         self.check_ready()
-        longest, row = max(((row.length, row.row_id) for row in rows), default=(0, -1))
+        longest, row = max(zip(rows.length.tolist(), rows.row_id.tolist()), default=(0, -1))
         if longest > min(self.critic.max_tokens, self.critic.max_tokens_forward):
             self.set_budget(longest, f"row {row}")
         common.check_rows(batch, self.model_config)
@@ -1081,7 +1072,7 @@ class CriticWorker:
 
         # what it has cost
         groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(common.costs(groups, self.critic.flops))
+        flops = self.critic.passes * sum(common.costs(rows, groups, self.critic.flops))
         return metrics | common.describe_update(
             batch, rows, start, config.ppo_epochs, flops, self.layout
         )

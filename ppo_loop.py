@@ -2062,7 +2062,7 @@ class PolicyWorker:
         """UserError if a row does not fit the model or, alone, a micro-batch."""
         self.check_ready()
         common.check_rows(batch, self.model_config)
-        longest = max((row.length for row in rows), default=0)
+        longest = rows.length.max(initial=0)
         if longest > max_tokens:
             words = f"a row has {longest} tokens, but a micro-batch takes {max_tokens}"
             raise UserError(f"{words}: raise --actor.ppo-max-token-len-per-gpu")
@@ -2087,16 +2087,16 @@ class PolicyWorker:
     # ---- batches
 
     def plan_micro_batches(self, rows, max_tokens):
-        """Micro-batches of these Rows for each rank, as lists of Rows, with shared prompts."""
+        """Micro-batches of these Rows for each rank, with shared prompts, see micro_batches."""
         return self.critic_script.micro_batches(rows, WORLD_SIZE, max_tokens, True)
 
     def fetch(self, batch, table):
         """The rows that this rank computes, in the order of its micro-batches (a collective)."""
-        return common.fetch(batch, [list(chain(*micros)) for micros in table])
+        return common.fetch(batch, table.rows, table.wanted)
 
     def cut(self, local, table):
         """The fetched rows in micro-batches; some may have no row."""
-        return local.split(list(map(len, table[RANK])))
+        return local.split(table.sizes[RANK])
 
     def micro_batch(self, piece):
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
@@ -2158,8 +2158,8 @@ class PolicyWorker:
     def give_back(self, log_probs, local, table, batch):
         """Log-probs of this rank's micro-batches -> (T,) of the caller's rows (a collective).
         UserError: some are not finite."""
-        wanted = [list(chain(*micros)) for micros in table]
-        log_probs_T = common.give_back(torch.cat(log_probs).cpu(), local, wanted, batch)
+        x_T = torch.cat(log_probs).cpu()
+        log_probs_T = common.give_back(x_T, local, table.rows, table.wanted, batch)
         if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
             advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
             wrong = f"its log-probs are not finite; {advice}"
@@ -2192,7 +2192,7 @@ class PolicyWorker:
         # epochs: each has its own order, in which rows with equal prompts stay together
         groups = common.by_prompt(rows)
         for epoch in range(config.ppo_epochs):
-            ordered = common.shuffled_rows(groups, self.run.seed, self.updates, epoch)
+            ordered = rows[common.shuffled_rows(groups, self.run.seed, self.updates, epoch)]
 
             # mini-batches: one optimizer step each
             for first in range(0, len(ordered), config.ppo_mini_batch_size):
@@ -2210,7 +2210,7 @@ class PolicyWorker:
     def step(self, batch, mini, totals, done):
         """One optimizer step on the Rows of a mini-batch -> gradient norm before clipping; adds to
         totals. All ranks skip it if the norm is not finite or there is no action."""
-        if not any(row.actions for row in mini):
+        if not mini.actions.any():
             return nan
 
         # this rank's rows; their weights come from the whole mini-batch

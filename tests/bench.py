@@ -45,6 +45,7 @@ from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Literal
 
+import numpy as np
 import torch
 import tyro
 from torch.distributed import TCPStore
@@ -194,8 +195,9 @@ def load_model(folder, attention):
 
 def bare(_, work, folder, batch):
     model, optimizer = load_model(folder, "packed")
-    [micros] = critic_fsdp.micro_batches(common.describe(batch), 1, work.budget, share=False)
-    parts = [[row.index for row in micro] for micro in micros]
+    table = critic_fsdp.micro_batches(common.describe(batch), 1, work.budget, share=False)
+    [index], [sizes] = table.wanted, table.sizes
+    parts = [x.tolist() for x in torch.from_numpy(index).split(sizes)]
     packs = [batch.select(rows) for rows in parts]
     for pack in packs:
         for name in ("input_ids", "response_mask", *pack.FLOATS):
@@ -443,31 +445,26 @@ ANSWERS = 8  # to a prompt; they lie on neighbouring ranks
 
 
 def rows_of_a_rank(rank, ranks):
-    """(its Batch of 64 rows, {rank: [Row] that it tells}). Rows have 4,500 tokens on average; row
+    """(its Batch of 64 rows, the Rows that each rank tells). Rows have 4,500 tokens on average; row
     i is on rank i % ranks."""
     g = torch.Generator().manual_seed(0)
     lengths = PROMPT + torch.randint(1, 8000, (ROWS * ranks,), generator=g)
     prompts = torch.randint(2**15, (len(lengths) // ANSWERS, PROMPT), generator=g)
 
     # what the other ranks tell of their rows
-    told = {}
     digests = [hashlib.blake2b(ids.numpy().tobytes(), digest_size=16).digest() for ids in prompts]
-    for row_id, length in enumerate(lengths.tolist()):
-        row = common.Row(
-            row_id=row_id,
-            owner=row_id % ranks,
-            index=row_id // ranks,
-            length=length,
-            actions=length - PROMPT,
-            shared=PROMPT - 1,
-            prompt=digests[row_id // ANSWERS],
-            images=False,
-        )
-        told.setdefault(row.owner, []).append(row)
+    told = np.zeros(len(lengths), common.Row).view(np.recarray)
+    told.row_id = np.arange(len(lengths))
+    told.index, told.owner = np.divmod(told.row_id, ranks)
+    told.length = lengths
+    told.actions = lengths - PROMPT
+    told.shared = PROMPT - 1
+    told.prompt = np.repeat(digests, ANSWERS)
+    told = [told[told.owner == owner] for owner in range(ranks)]
 
     # its own rows
-    own = common.concat([common.Batch.blank(row.length) for row in told[rank]])
-    own.row_id = torch.tensor([row.row_id for row in told[rank]])
+    own = common.concat(list(map(common.Batch.blank, told[rank].length.tolist())))
+    own.row_id = torch.tensor(told[rank].row_id.tolist())
     own.response_mask = own.positions >= PROMPT
     own.input_ids[~own.response_mask] = prompts[own.row_id // ANSWERS].flatten()
     own.values = torch.zeros(len(own.input_ids))
@@ -494,12 +491,13 @@ def step_of_a_rank(own, ranks, spent):
         if number % 2 == 0:
             table = timed("plan", critic.plan_micro_batches, rows, 16384)
             local = timed("moved", critic.fetch, own, table)
-            values = [torch.zeros(common.tokens_of(part)) for part in table[critic.layout.dp_rank]]
+            values = [torch.zeros(len(part.input_ids)) for part in critic.cut(local, table)]
             timed("moved", critic.give_back, values, local, table, own)
             continue
 
         groups = timed("plan", common.by_prompt, rows)
-        ordered = timed("plan", common.shuffled_rows, groups, number)
+        index = timed("plan", common.shuffled_rows, groups, number)
+        ordered = timed("plan", rows.__getitem__, index)
         quarter = len(ordered) // 4
         for first in range(0, len(ordered), quarter):
             mini = ordered[first : first + quarter]
@@ -521,8 +519,8 @@ def counted(all_to_all, left):
 def simulate(ranks):
     """[cells] of rank 0 of this many ranks. What others would send is made of zeros."""
     own, told = rows_of_a_rank(0, ranks)
-    messages = [pickle.dumps(rows) for rows in told.values()]
-    tokens = sum(row.length for rows in told.values() for row in rows)
+    messages = [pickle.dumps(rows.tobytes()) for rows in told]
+    tokens = sum(map(common.tokens_of, told))
     del told
 
     common.WORLD_SIZE = ranks

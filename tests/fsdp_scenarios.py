@@ -54,8 +54,8 @@ def a_weight_may_be_used_on_one_rank_alone(folder):
             worker.update_critic(mine(batch))
         plain.model.set_attn_implementation("eager")
         most = worker.critic.max_tokens
-        parts = worker.critic.plan_micro_batches(common.describe(batch), most)[RANK]
-        rows = batch.select([row.index for part in parts for row in part])
+        table = worker.critic.plan_micro_batches(common.describe(batch), most)
+        rows = batch.select(table.wanted[RANK].tolist())
         _, losses = plain_loop(rows, lambda _, ids, plain=plain: plain(input_ids=ids)[0])
         (torch.cat(losses).sum() / batch.response_mask.sum()).backward()
         after = full_weights(worker.critic)

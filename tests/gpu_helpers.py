@@ -279,8 +279,8 @@ def race(report, name, contestant, costs, rows, share):
     costs: has flops(length) of a forward, and passes, what an update costs in forwards. Products
     of a shared prompt count once, and those that are computed again do not count."""
     tokens = len(rows.input_ids)
-    groups = common.by_prompt(common.describe(rows), share)
-    flops = sum(common.costs(groups, costs.flops))
+    told = common.describe(rows)
+    flops = sum(common.costs(told, common.by_prompt(told, share), costs.flops))
     cells = {}
     for task, call, passes in (
         ("values", contestant.compute_values, 1),

@@ -390,6 +390,12 @@ def gather(batch):
     return whole.select(whole.row_id.argsort().tolist())
 
 
+def parts_of(table):
+    """The indices of the rows of each micro-batch, for each rank of a common.Table."""
+    both = zip(table.wanted, table.sizes, strict=True)
+    return [[x.tolist() for x in torch.tensor(index).split(sizes)] for index, sizes in both]
+
+
 def mine(batch):
     """This rank's rows of a batch."""
     return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))

@@ -16,13 +16,24 @@ import time
 import types
 from functools import partial
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 import transformers
-from helpers import ROOT, actions_of, random_batch, refused, rows_of, verl, worker, write_manifest
+from helpers import (
+    ROOT,
+    actions_of,
+    parts_of,
+    random_batch,
+    refused,
+    rows_of,
+    verl,
+    worker,
+    write_manifest,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import gae_by_hand
@@ -591,9 +602,10 @@ def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, nu
 @settings(deadline=None, max_examples=200)
 @given(st.one_of(sizes, st.lists(st.integers(1, 60), min_size=1, max_size=7)), st.integers(1, 6))
 def test_spread_is_a_partition_within_the_bounds_of_longest_first(costs, k):
-    parts = critic_fsdp.spread(costs, k)
-    assert len(parts) == k
-    assert sorted(itertools.chain(*parts)) == list(range(len(costs)))
+    order, joined = critic_fsdp.spread(np.array(costs, dtype=int), k)
+    assert sorted(order) == list(range(len(costs)))
+    parts = [order[joined == part].tolist() for part in range(k)]
+    assert sum(map(len, parts)) == len(costs)
 
     # Graham 1966, for any greedy one
     fullest = max(loads(costs, parts)) - 1e-9
@@ -619,8 +631,7 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
     pad = data.draw(st.booleans())
     share = data.draw(st.booleans())
     rows = common.concat([common.Batch.blank(n) for n in (*lengths, 1)]).select(range(len(lengths)))
-    table = critic_fsdp.micro_batches(common.describe(rows), ranks, cap, share, pad)
-    table = [[[row.index for row in part] for part in parts] for parts in table]
+    table = parts_of(critic_fsdp.micro_batches(common.describe(rows), ranks, cap, share, pad))
 
     [count] = {len(parts) for parts in table}
     assert len(table) == ranks
@@ -672,8 +683,7 @@ def test_the_table_of_micro_batches_is_that_of_the_slow_way(rows, ranks, cap, sh
     """rows: the number of a prompt of 1, 10, 19 or 28 tokens, and actions."""
     parts = [rows_after([prompt] * (1 + 9 * prompt), answer=n) for prompt, n in (*rows, (0, 1))]
     batch = common.concat(parts).select(range(len(rows)))
-    table = critic_fsdp.micro_batches(common.describe(batch), ranks, cap, share, pad)
-    table = [[[row.index for row in part] for part in parts] for parts in table]
+    table = parts_of(critic_fsdp.micro_batches(common.describe(batch), ranks, cap, share, pad))
     assert table == plain_micro_batches(batch, ranks, cap, share, pad)
 
 
@@ -684,7 +694,7 @@ def test_many_rows_that_share_no_micro_batch_are_split_in_few_tries(monkeypatch)
     monkeypatch.setattr(critic_fsdp, "spread", lambda *args: tries.append(args) or spread(*args))
     lengths = [51 + i % 49 for i in range(2000)]
     rows = common.concat([common.Batch.blank(n) for n in lengths])
-    [parts] = critic_fsdp.micro_batches(common.describe(rows), 1, 100, True)
+    [parts] = parts_of(critic_fsdp.micro_batches(common.describe(rows), 1, 100, True))
     assert sum(map(bool, parts)) == 2000
     assert len(parts) <= 1.05 * 2000 + 1
     assert len(tries) < 200
@@ -929,7 +939,7 @@ def test_values_and_updates_of_a_critic_show_how_far_they_are(script, terminal):
     terminal.truncate(0)
 
     w.compute_values(batch)
-    n = len(w.critic.plan_micro_batches(common.describe(batch), 50)[0])
+    n = len(w.critic.plan_micro_batches(common.describe(batch), 50).sizes[0])
     said = re.findall(r"values: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
     assert n > 4
     assert said == [(f"{i}", f"{n}") for i in range(n + 1)]
@@ -1337,20 +1347,19 @@ def test_a_row_with_images_shares_with_no_prompt():
 
 def test_no_more_micro_batches_than_needed():
     two = common.describe(rows_after([1] * 58, [2] * 58))  # of 60 tokens each
-    assert critic_fsdp.micro_batches(two, 1, 120, True) == [[two]]
-    assert sorted(critic_fsdp.micro_batches(two, 1, 119, True)[0]) == [two[:1], two[1:]]
+    assert parts_of(critic_fsdp.micro_batches(two, 1, 120, True)) == [[[0, 1]]]
+    assert sorted(parts_of(critic_fsdp.micro_batches(two, 1, 119, True))[0]) == [[0], [1]]
 
 
 def test_shared_tokens_count_once_in_a_micro_batch():
     rows = rows_after([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
     group = common.describe(rows)
-    assert critic_fsdp.micro_batches(group, 1, 18, True) == [[group]]
-    parts = critic_fsdp.micro_batches(group, 1, 17, True)[0]
-    assert sorted(map(len, parts)) == [1, 2]
+    assert parts_of(critic_fsdp.micro_batches(group, 1, 18, True)) == [[[0, 1, 2]]]
+    [sizes] = critic_fsdp.micro_batches(group, 1, 17, True).sizes
+    assert sorted(sizes) == [1, 2]
 
     # each rank gets some, although one could take all
-    ranks = critic_fsdp.micro_batches(group, 2, 99, True)
-    assert sorted(len(rows) for [rows] in ranks) == [1, 2]
+    assert sorted(critic_fsdp.micro_batches(group, 2, 99, True).sizes) == [[1], [2]]
 
 
 @pytest.mark.parametrize("unit, pad", [((), 0), ((4,), 2), ((7,), 4)])

@@ -131,8 +131,8 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
 ):
     w, batch, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
-    assert len(w.plan_micro_batches(rows, w.max_tokens)[0]) > 1
-    assert sum(common.costs(common.by_prompt(rows))) < len(batch.input_ids)
+    assert len(w.plan_micro_batches(rows, w.max_tokens).sizes[0]) > 1
+    assert sum(common.costs(rows, batch.groups())) < len(batch.input_ids)
     loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
     loss.backward()
     with captured_gradients(w) as seen:
@@ -209,7 +209,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
     whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
-    assert len(whole.plan_micro_batches(common.describe(batch), 10_000)[0]) == 1
+    assert len(whole.plan_micro_batches(common.describe(batch), 10_000).sizes[0]) == 1
     with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
     [ours], [theirs] = seen, seen_whole
@@ -243,7 +243,7 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
-    note = lambda batch, mini, totals, done: seen.append([row.row_id for row in mini]) or 1.0
+    note = lambda batch, mini, totals, done: seen.append(mini.row_id.tolist()) or 1.0
     monkeypatch.setattr(w, "step", note)
     batch = batch_to_learn(w)
     for _ in range(2):
@@ -342,7 +342,7 @@ def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place
     batch = batch_to_learn(w)
     for one in (w, whole):
         one.update_policy(batch)
-    count = len(w.plan_micro_batches(common.describe(batch), w.max_tokens)[0])
+    count = len(w.plan_micro_batches(common.describe(batch), w.max_tokens).sizes[0])
     assert count > 1
     with interrupted_in(w, place, count):
         w.update_policy(batch)

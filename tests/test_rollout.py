@@ -388,7 +388,7 @@ def test_rollout_log_probs_and_update_show_how_far_they_are(terminal):
     shown = lambda what: re.findall(rf"{what}: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
 
     w.compute_log_probs(batch)
-    n = len(w.plan_micro_batches(common.describe(batch), 50)[0])
+    n = len(w.plan_micro_batches(common.describe(batch), 50).sizes[0])
     assert n > 2 and shown("log-probs") == [(f"{i}", f"{n}") for i in range(n + 1)]
 
     w.update_policy(batch)

@@ -469,7 +469,7 @@ def test_an_actor_learns_from_images_as_transformers_in_float64(name, folders):
     """Log-probs of packed rows, also those of a reference, and the gradient of every weight, those
     of the tower too. Some micro-batches have no image."""
     w = an_actor(folders[name], temperature=0.7, entropy_coeff=0.1, ppo_max_token_len_per_gpu=60)
-    assert len(w.plan_micro_batches(common.describe(ROWS), 60)[0]) > 2
+    assert len(w.plan_micro_batches(common.describe(ROWS), 60).sizes[0]) > 2
     batch = add_columns(w, ROWS)
     lm = plain(w, torch.float64)
     loss, _, expected_T, _ = loss_by_hand(reads_rows(lm), batch, w.run)
