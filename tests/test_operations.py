@@ -77,7 +77,7 @@ def count(who, layers):
             import critic_megatron as script
         worker = gpu.new_critic(script, share_prompts=False, **flags)
         table = worker.critic.plan_micro_batches(common.describe(rows), 900)
-        assert len(table[0]) == 4
+        assert len(table.sizes[0]) == 4
 
     found = []
     for call in (worker.compute_values, worker.update_critic):
