@@ -897,24 +897,25 @@ def pieces(rows, most, ranks, share=True):
     of all -> (indices of the rows, piece after piece; how many each piece has; its tokens, of which
     shared ones count once). share: see same_prompt."""
     first = same_prompt(rows, share)
-    behind = rows.length - rows.shared[first]  # tokens of a row that follows one with its prompt
-    tokens = np.where(first == np.arange(len(rows)), rows.length, behind)
-    most = min(most, tokens.sum() / ranks)
-
     order = first.argsort(kind="stable")
-    columns = [x[order].tolist() for x in (first, rows.length, behind)]
-    counts = []
-    sizes = []
-    before = None
-    for prompt, alone, more in zip(*columns):
-        if prompt == before and sizes[-1] + more <= most:
-            counts[-1] += 1
-            sizes[-1] += more
-        else:
-            counts.append(1)
-            sizes.append(alone)
-        before = prompt
-    return order, np.array(counts, dtype=int), np.array(sizes, dtype=int)
+    first = first[order]
+    alone = rows.length[order].astype(int)
+    behind = alone - rows.shared[first]  # tokens of a row that follows one with its prompt
+    most = int(min(most, np.where(first == order, alone, behind).sum() / ranks))
+
+    # where a piece ends that begins at a row: behind its last row, or that of its prompt
+    total = behind.cumsum()
+    ends = np.searchsorted(total, total - alone + most, side="right")
+    ends = np.maximum(ends, np.arange(len(rows)) + 1)
+    ends = np.minimum(ends, np.searchsorted(first, first, side="right")).tolist()
+
+    # one piece after the other
+    places = [0]
+    while places[-1] < len(rows):
+        places.append(ends[places[-1]])
+    begins = np.array(places[:-1], dtype=int)
+    counts = np.diff(places)
+    return order, counts, alone[begins] + total[begins + counts - 1] - total[begins]
 
 
 def costs(rows, groups, cost=int):
