@@ -133,7 +133,7 @@ def test_one_step_saves_a_forward_pass(flags, whole_run, monkeypatch, tmp_path):
     for ours, theirs in zip(*runs, strict=True):
         assert_same_numbers(ours, theirs, ("time/", "perf/", "rollout/log_prob_diff"))
         if "reward/mean" in ours:
-            assert ours["rollout/log_prob_diff"] < 1e-5 and "time/log_probs" in theirs
+            assert 0 < ours["rollout/log_prob_diff"] < 1e-5 and "time/log_probs" in theirs
             saved += "time/log_probs" not in ours
     assert saved == 3 - ("warmup" in flags)
 
