@@ -249,6 +249,18 @@ def assert_drawn_from_the_nucleus(replies, lm, prompt, temperature, top_p):
         assert_close(log_probs, [expected[token]])
 
 
+def assert_drawn_by_its_numbers(row, ids, lm, temperature):
+    """Each token is where the row's next random number falls among its probabilities."""
+    prompt, seed, most = row
+    g = torch.Generator().manual_seed(seed)
+    u_R = torch.rand(most, generator=g, dtype=torch.float64)
+    with torch.no_grad():
+        log_p_LV = log_softmax_of(lm, torch.tensor(prompt + ids), temperature)
+    below_LV = log_p_LV[len(prompt) - 1 : -1].double().exp().cumsum(-1)
+    for u, token, below_V in zip(u_R, ids, below_LV):
+        assert below_V[token] > u - 1e-5 and (token == 0 or below_V[token - 1] < u + 1e-5)
+
+
 def assert_drawn_from_the_softmax(replies, lm, prompt):
     """First tokens are as frequent as their probabilities at temperature 0.8, not as those at 1."""
     counts_V = torch.bincount(

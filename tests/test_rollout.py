@@ -19,6 +19,7 @@ from ppo_helpers import (
     a_task,
     another_tokenizer,
     assert_close,
+    assert_drawn_by_its_numbers,
     assert_drawn_from_the_nucleus,
     assert_drawn_from_the_softmax,
     assert_greedy,
@@ -85,8 +86,9 @@ def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
     batch = batch_of([prompt for prompt, _, _ in rows], replies)
     ours_T = w.compute_log_probs(batch)
     torch.testing.assert_close(ours_T, batch.rollout_log_probs, rtol=1e-4, atol=1e-4)
-    for (prompt, _, _), (ids, log_probs, _) in zip(rows, replies):
-        assert_close(log_probs, log_probs_of_reply(lm, prompt, ids, 0.7))
+    for row, (ids, log_probs, _) in zip(rows, replies):
+        assert_close(log_probs, log_probs_of_reply(lm, row[0], ids, 0.7))
+        assert_drawn_by_its_numbers(row, ids, lm, 0.7)
 
     assert_samples_follow_their_seeds(engine_of(w, range(1, 99, 12)))
     endless = engine_of(w, ())
