@@ -36,6 +36,7 @@ import copy
 import errno
 import fcntl
 import functools
+import gc
 import gzip
 import hashlib
 import inspect
@@ -836,6 +837,12 @@ class Table(NamedTuple):
     sizes: list  # for each rank, how many rows each of its micro-batches has
 
 
+def table_of(rows, parts):
+    """The Table of micro-batches (lists of indices of Rows) for each rank."""
+    wanted = [np.array(list(itertools.chain(*micros)), dtype=int) for micros in parts]
+    return Table(rows, wanted, [list(map(len, micros)) for micros in parts])
+
+
 def describe(batch):
     """The Rows of this rank's batch, in its order."""
     ids = batch.input_ids.numpy()
@@ -892,10 +899,10 @@ def by_prompt(rows, share=True):
     return list(zip(shared, np.split(order, begins[1:])))
 
 
-def pieces(rows, most, ranks, share=True):
-    """Rows with equal prompts, in pieces of one row, or of at most `most` tokens and a rank's share
-    of all -> (indices of the rows, piece after piece; how many each piece has; its tokens, of which
-    shared ones count once). share: see same_prompt."""
+def bundles(rows, most, ranks, share=True):
+    """Rows with equal prompts, in bundles of one row, or of at most `most` tokens and a rank's
+    share of all -> (indices of the rows of each bundle; its tokens, of which shared ones count
+    once). share: see same_prompt."""
     first = same_prompt(rows, share)
     order = first.argsort(kind="stable")
     first = first[order]
@@ -903,19 +910,21 @@ def pieces(rows, most, ranks, share=True):
     behind = alone - rows.shared[first]  # tokens of a row that follows one with its prompt
     most = int(min(most, np.where(first == order, alone, behind).sum() / ranks))
 
-    # where a piece ends that begins at a row: behind its last row, or that of its prompt
+    # where a bundle ends that begins at a row: behind its last row, or that of its prompt
     total = behind.cumsum()
     ends = np.searchsorted(total, total - alone + most, side="right")
     ends = np.maximum(ends, np.arange(len(rows)) + 1)
     ends = np.minimum(ends, np.searchsorted(first, first, side="right")).tolist()
 
-    # one piece after the other
+    # one bundle after the other
     places = [0]
     while places[-1] < len(rows):
         places.append(ends[places[-1]])
     begins = np.array(places[:-1], dtype=int)
-    counts = np.diff(places)
-    return order, counts, alone[begins] + total[begins + counts - 1] - total[begins]
+    last = np.array(places[1:], dtype=int) - 1
+    sizes = alone[begins] + total[last] - total[begins]
+    order = order.tolist()
+    return [order[begin:end] for begin, end in itertools.pairwise(places)], sizes
 
 
 def costs(rows, groups, cost=int):
@@ -2455,6 +2464,7 @@ def launch(main):
     """Runs main(), then exits: with 0, with 2 and one line on a UserError, else with 1 and a
     traceback."""
     signal.signal(signal.SIGINT, interrupted)
+    gc.freeze()  # what the imports have made stays: a full collection need not look at it, 0.2 s
 
     # else ranks outlive a killed torchrun
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":

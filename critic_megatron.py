@@ -33,7 +33,7 @@ import warnings
 from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
-from heapq import heapify, heapreplace
+from heapq import heapreplace
 from os.path import exists, isfile, realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
@@ -565,17 +565,18 @@ def shift(x_T):
 
 
 def spread(costs, k):
-    """(indices of the costs, largest first; the list that each of these joins), for k lists with
-    nearly equal sums of integers. Each next largest cost joins the emptiest list (Graham 1969)."""
-    largest_first = np.argsort(-costs, kind="stable")
-    lists = np.arange(len(costs))  # the first k join lists that are empty
-    costs = costs[largest_first] * k
-    loads = (costs + lists)[:k].tolist()  # k times the sum, plus the number of the list
-    heapify(loads)  # the emptiest is first
-    for i, cost in enumerate(costs[k:].tolist(), k):
-        lists[i] = loads[0] % k
-        heapreplace(loads, loads[0] + cost)
-    return largest_first, lists
+    """Which of k lists each cost joins, so that their sums are nearly equal.
+
+    Each next largest cost joins the emptiest list (Graham 1969)."""
+    largest_first = np.argsort(-costs, kind="stable").tolist()
+    costs = costs.tolist()
+    joined = [0] * len(costs)
+    loads = list(range(k))  # a heap of k times a list's sum, plus its number: the emptiest is first
+    for i in largest_first:
+        emptiest = loads[0] % k
+        joined[i] = emptiest
+        heapreplace(loads, loads[0] + k * costs[i])
+    return joined
 
 
 def micro_batches(rows, dp_size, max_tokens, share, padded=False):
@@ -585,30 +586,30 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
     (ranks that share weights must). A rank with fewer tokens gets smaller or empty micro-batches.
     Rows with equal prompts stay together unless they exceed a micro-batch or a rank's share of all
     tokens. share: whether a prompt counts once for all its rows."""
-    order, counts, sizes = common.pieces(rows, max_tokens, dp_size, share and not padded)
+    bundles, sizes = common.bundles(rows, max_tokens, dp_size, share and not padded)
 
-    def fullest(largest_first, lists):
-        tokens = np.bincount(lists, sizes[largest_first])
+    def fullest(joined):
+        tokens = np.bincount(joined, sizes)
         if padded:  # each row to the longest
-            tokens = np.bincount(lists) * sizes[largest_first[: len(tokens)]]
+            longest = np.zeros(len(tokens))
+            np.maximum.at(longest, joined, sizes)
+            tokens = np.bincount(joined) * longest
         return tokens.max(initial=0)
 
     # as few micro-batches as the cap allows; trying every count would be slow for long batches
     count = 1
-    while (
-        sizes.sum() > max_tokens * dp_size * count
-        or fullest(*(parts := spread(sizes, dp_size * count))) > max_tokens
-    ):
+    while sizes.sum() > max_tokens * dp_size * count:
         count += 1 + count // 20
+    joined = spread(sizes, dp_size * count)
+    while fullest(joined) > max_tokens:
+        count += 1 + count // 20
+        joined = spread(sizes, dp_size * count)
 
-    # micro-batch i of rank r is list i * dp_size + r
-    largest_first, lists = parts
-    micro = lists % dp_size * count + lists // dp_size
-    place = largest_first[micro.argsort(kind="stable")].argsort()  # of each piece in the table
-    order = order[place.repeat(counts).argsort(kind="stable")]
-    sizes = np.bincount(micro, counts[largest_first], dp_size * count).astype(int)
-    sizes = sizes.reshape(dp_size, count)
-    return common.Table(rows, np.split(order, sizes.sum(1).cumsum()[:-1]), sizes.tolist())
+    # the largest bundles first
+    parts = [[] for _ in range(dp_size * count)]
+    for i in np.argsort(-sizes, kind="stable").tolist():
+        parts[joined[i]] += bundles[i]
+    return common.table_of(rows, [parts[rank::dp_size] for rank in range(dp_size)])
 
 
 def pack_rows(batch, device, share, unit=1):

@@ -523,6 +523,7 @@ def simulate(ranks):
     tokens = sum(map(common.tokens_of, told))
     del told
 
+    gc.freeze()  # as common.launch does
     common.WORLD_SIZE = ranks
     common.of_all_ranks = lambda mine: list(map(pickle.loads, messages))
     left = collections.Counter()
