@@ -292,8 +292,7 @@ class Run:
     steps: Positive = 60  # PPO steps
     critic_warmup: Count = 0  # first steps that update only the critic
     eval_every: Count = 20  # steps between evaluations (0: only at the start and the end)
-    # steps between checkpoints (None: at each evaluation, in place of the one before; 0: only at
-    # the end)
+    # steps between checkpoints (None: at evaluations, in place of the last; 0: only at the end)
     save_every: Count | None = None
     # how many of the last checkpoints to keep (None: all, but see --save-every)
     keep: Positive | None = None
