@@ -271,11 +271,13 @@ from contextlib import nullcontext
 from copy import deepcopy
 from datetime import timedelta
 from os.path import isdir
+from shutil import which
 
 from torch.distributed import _functional_collectives as collectives
 from torch.distributed import checkpoint as dcp
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict
+from torch.utils._triton import has_triton
 from transformers import Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
 from transformers.pytorch_utils import Conv1D
@@ -1052,6 +1054,7 @@ class CriticWorker:
             low, high = critic.value_range
             fraction = min(max((bias - low) / (high - low), 0.01), 0.99)
             bias = math.tan(math.pi * (fraction - 0.5))
+        critic.free_gathered()  # what an interrupted forward has left would hide the new bias
         critic.model.score.bias.fill_(bias)
 
     @common.dp_compute_proto()
@@ -1296,10 +1299,15 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
-    elif config.ppo_max_token_len_per_gpu is None and torch.cuda.is_available():
-        config = replace(config, ppo_max_token_len_per_gpu="auto")
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
+
+    # what fits on a GPU, but for models with a vision tower, whose memory auto does not see
+    is_text = worker.model_config.get_text_config() is worker.model_config
+    given = config.ppo_max_token_len_per_gpu or run.score
+    if worker.device.type == "cuda" and is_text and not given:
+        config = replace(config, ppo_max_token_len_per_gpu="auto")
+        worker.config = config
 
     # the longest row must fit into a micro-batch
     longest, line = max(train.longest, held_out.longest)
@@ -1322,7 +1330,7 @@ def main(run):
     )
     with checkpoints:
         ends = common.describe_rows(train, run.gamma, source, worker.tokenizer)
-        worker.init_model(total, ends)
+        worker.init_model(1 if run.score else total, ends)
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)
@@ -1717,7 +1725,8 @@ def compile_blocks(model, config, model_config, device, total_steps):
     dense = not any(".experts." in name for name, _ in model.named_parameters())
     gains = dense and not reads_images(config, model_config) and config.ulysses_size == 1
     is_long = config.model not in common.TINY and (total_steps or 0) > 20
-    pays = device.type == "cuda" and gains and is_long
+    can = has_triton() and any(map(which, (os.environ.get("CC", "cc"), "gcc", "clang")))
+    pays = device.type == "cuda" and gains and is_long and can
     if config.compile == "off" or (config.compile == "auto" and not pays):
         return False
 
@@ -1866,12 +1875,15 @@ def check_model(worker):
             return states_TD
 
     critic.model.eval()
+    advice = padding_advice(config)
+    if critic.compiled:
+        advice = f"; try {config.prefix}compile off"
     off = common.check_rows_apart(
         f"{config.prefix}model {config.model}: {type(critic.model.model).__name__}",
         states_of,
         worker.layout.dtype,
         worker.model_config.get_text_config().vocab_size,
-        advice=padding_advice(config),
+        advice=advice,
         unit=worker.layout.sp_size,
     )
     critic.free_gathered()
@@ -1882,6 +1894,7 @@ def check_model(worker):
     if critic.compiled:
         with torch.enable_grad():
             worker.try_out(Batch.blank(4).select([0, 0]))
+        critic.optimizer.zero_grad()
         print0(f"compile    the blocks, in {time.perf_counter() - start:.0f} s")
 
 

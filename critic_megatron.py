@@ -1462,10 +1462,15 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
-    elif config.ppo_max_token_len_per_gpu is None and torch.cuda.is_available():
-        config = replace(config, ppo_max_token_len_per_gpu="auto")
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
+
+    # what fits on a GPU, but for models with a vision tower, whose memory auto does not see
+    is_text = worker.model_config.get_text_config() is worker.model_config
+    given = config.ppo_max_token_len_per_gpu or run.score
+    if worker.device.type == "cuda" and is_text and not given:
+        config = replace(config, ppo_max_token_len_per_gpu="auto")
+        worker.config = config
 
     # the longest row must fit into a micro-batch
     longest, line = max(train.longest, held_out.longest)
@@ -1488,7 +1493,7 @@ def main(run):
     )
     with checkpoints:
         ends = common.describe_rows(train, run.gamma, source, worker.tokenizer)
-        worker.init_model(total, ends)
+        worker.init_model(1 if run.score else total, ends)
         if checkpoints.folder:
             worker.load_checkpoint(checkpoints.folder)
         worker.set_budget(longest, "the longest row", checkpoints.halvings)

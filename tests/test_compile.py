@@ -62,6 +62,24 @@ def test_weights_are_gathered_once_for_each_mini_batch(monkeypatch):
     end_groups()
 
 
+def test_the_mean_return_is_the_head_s_start_after_an_interrupted_forward():
+    rows = random_batch(8, vocab_size=60)
+    critic = worker(value_head_init="mean", **SIZES)
+
+    def stop():
+        raise KeyboardInterrupt
+
+    calls = iter([lambda: None, stop])
+    critic.critic.between = lambda: next(calls)()
+    with pytest.raises(KeyboardInterrupt):
+        critic.compute_values(rows)
+    del critic.critic.between
+    critic.start_at_mean(rows, 1.0)
+    values_T = critic.compute_values(rows)[rows.response_mask]
+    torch.testing.assert_close(values_T, torch.full_like(values_T, rows.mean_return(1.0)))
+    end_groups()
+
+
 # ---- Compiled blocks -----------------------------------------------------------------------------
 
 
@@ -85,6 +103,8 @@ def test_auto_compiles_where_it_pays(changes, device, steps, compiles, monkeypat
     common.configure_head(model_config, config, None)
     model = critic_fsdp.build_skeleton(config, model_config)
     monkeypatch.setattr(common, "TINY", {})  # as if it were a model of a user
+    monkeypatch.setattr(critic_fsdp, "has_triton", lambda: True)
+    monkeypatch.setattr(critic_fsdp, "which", lambda name: name)
     device = torch.device(device)
     found = critic_fsdp.compile_blocks(model, config, model_config, device, steps)
     blocks = critic_fsdp.units_of(model)
