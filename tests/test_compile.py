@@ -63,7 +63,7 @@ def test_weights_are_gathered_once_for_each_mini_batch(monkeypatch):
 
 
 def test_the_mean_return_is_the_head_s_start_after_an_interrupted_forward():
-    rows = random_batch(8, vocab_size=60)
+    rows = random_batch(32, vocab_size=60)
     critic = worker(value_head_init="mean", **SIZES)
 
     def stop():
