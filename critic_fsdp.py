@@ -453,7 +453,9 @@ def shard_fsdp2(model, config, layout):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
-    keep_whole(model, config)
+    gathers_once, _ = stays_whole(config)
+    if gathers_once:
+        model.set_reshard_after_forward(False)
     common.let_ranks_skip_weights(model)
     return model.to_empty(device="cpu" if config.offload_policy else layout.device)
 
@@ -1691,7 +1693,7 @@ def read_images(row, image_processor):
 # ---- Whole weights and compiled blocks -----------------------------------------------------------
 #
 # A closed chapter behind --keep-gathered, --defer-grad-sync and --compile. It is called from
-# shard_fsdp2 and forward_backward (keep_whole), from DataParallelPPOCritic.__init__
+# shard_fsdp2 (stays_whole), forward_backward (keep_whole) and DataParallelPPOCritic.__init__
 # (compile_blocks), and check_model tells how long that took.
 
 
@@ -1706,13 +1708,11 @@ def stays_whole(config):
     return config.keep_gathered or one_shard, config.defer_grad_sync or one_shard
 
 
-def keep_whole(model, config, last=True):
-    """Tells FSDP2 what to keep after the next forward and backward.
+def keep_whole(model, config, last):
+    """Tells FSDP2 what to keep after the next backward.
 
     last: whether it is the last micro-batch before weights change. Then nothing is kept."""
     gathers_once, reduces_once = stays_whole(config)
-    if gathers_once:
-        model.set_reshard_after_forward(False)
     model.set_reshard_after_backward(last or not gathers_once)
     model.set_requires_gradient_sync(last or not reduces_once)
 
