@@ -176,6 +176,8 @@ class Batch:
     old_log_probs: Floats = None
     ref_log_probs: Floats = None
     rollout_log_probs: Floats = None  # as reported by the rollout engine
+    truth: Floats = None  # what the values should be, NaN where nobody knows; see against_truth
+    truth_noise: Floats = None  # the variance of these numbers, 0 where they are exact
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
     ROWS = ("row_id", "truncated", "multi_modal_inputs")
@@ -188,6 +190,8 @@ class Batch:
         "old_log_probs",
         "ref_log_probs",
         "rollout_log_probs",
+        "truth",
+        "truth_noise",
     )
 
     @classmethod
@@ -747,7 +751,8 @@ def evaluate(rows, gamma):
     last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
 
     best, mean, oracle = best_of_n(rows, last_B, reward_B)
-    return {
+    true = {} if rows.truth is None else against_truth(rows, gamma)
+    return true | {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
         "eval/constant_loss": 0.5 * r_A.var(correction=0),
@@ -755,6 +760,44 @@ def evaluate(rows, gamma):
         "eval/best_of_n": best,
         "eval/mean_of_n": mean,
         "eval/oracle_of_n": oracle,
+    }
+
+
+def against_truth(rows, gamma):
+    """Metrics of rows with values, whose true values are known at some actions; the noise of these
+    is taken out -> {"eval/...": number or NaN}.
+
+    The true value is the mean return of all ways in which the policy may go on. knowable is the
+    explained variance of the true values themselves, which no critic exceeds; of the true values, a
+    critic explains the share of it that it has reached. flatness: the mean variance of values
+    within a row, relative to that of the true values, is 0 if a critic sees only prompts."""
+    known_T = rows.response_mask & rows.truth.isfinite()
+    columns = (rows.values, rows.truth, rows.truth_noise, monte_carlo(rows, gamma))
+    v_A, truth_A, noise_A, r_A = (x_T[known_T].double() for x_T in columns)
+
+    # an estimate differs from values and returns by its noise, too
+    noise = noise_A.mean()
+    spread = truth_A.var(correction=0) - noise
+    missed = (truth_A - v_A).var(correction=0) - noise
+    luck = (r_A - truth_A).var(correction=0) - noise
+
+    # rows with two or more of them
+    row_A = rows.row_of_token[known_T]
+    n_B = row_A.bincount()
+    several = n_B > 1
+
+    def within(x_A):
+        left_A = x_A - (row_A.bincount(x_A) / n_B)[row_A]
+        return (row_A.bincount(left_A**2) / (n_B - 1))[several].mean()
+
+    def share(x, whole):
+        return float(x / whole) if whole > 1e-9 * truth_A.square().mean() else nan
+
+    noise_within = (row_A.bincount(noise_A) / n_B)[several].mean()
+    return {
+        "eval/truth_explained_var": share(spread - missed, spread),
+        "eval/knowable": 1 - share(luck, r_A.var(correction=0)),
+        "eval/flatness": share(within(v_A), within(truth_A) - noise_within),
     }
 
 
@@ -1410,6 +1453,8 @@ class Rollout(BaseModel, strict=True):
     rewards: list[Number] | None = None  # one per response token, or per turn, or per step
     response_mask: list[Flag] | None = None  # which response tokens act
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
+    truth: list[Number | None] | None = None  # what values should be, of response tokens
+    truth_noise: list[Number | None] | None = None  # the variance of these, if they are estimates
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
 
@@ -1477,7 +1522,10 @@ def read_rows(
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
     for words, count in notes.items():
         print0(f"note       {count:,} of {len(rows):,} rows: {words}")
-    return concat(rows)
+    rows = concat(rows)
+    if rows.truth.isnan().all():
+        rows = replace(rows, truth=None, truth_noise=None)
+    return rows
 
 
 def rows_of_line(line, response_key=None):
@@ -1731,6 +1779,7 @@ def batch_of_one(rollout, row_id):
             given = [default] * n
         if len(given) != n:
             raise UserError(f"{name} has {len(given)} entries, the response has {n} tokens")
+        given = [nan if x is None else x for x in given]
         return torch.tensor([0.0] * (len(ids) - n) + given, dtype=torch.float32)
 
     # a reward of the row is that of its last action
@@ -1747,6 +1796,8 @@ def batch_of_one(rollout, row_id):
         truncated=torch.tensor([bool(rollout.truncated)]),
         token_level_rewards=rewards,
         values=column("values", 0.0) * mask,
+        truth=column("truth", nan),
+        truth_noise=column("truth_noise", 0.0),
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,
     )
 
@@ -2658,6 +2709,12 @@ class Logger:
                 f"  best of n {number(m['eval/best_of_n'], '.3f')},"
                 f" mean {number(m['eval/mean_of_n'], '.3f')},"
                 f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
+            )
+        if "eval/knowable" in m:
+            print0(
+                f"  of the true values {explained_number(m['eval/truth_explained_var'])}, which"
+                f" explain {explained_number(m['eval/knowable'])},"
+                f" flatness {number(m['eval/flatness'], '.3f')}"
             )
 
 
@@ -3958,12 +4015,17 @@ def char_tokenizer(model="tiny-qwen2"):
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True):
+def toy_rows(
+    n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True, tokenizer=None
+):
     """At least n JSON lines of a policy that adds numbers of two digits, with `answers` rows to
     each prompt; held_out rows have prompts of their own.
 
     slips: the chance of a wrong answer, with and without a carry. A wrong answer is the first
-    number, or without gives_up it forgets the carry, or is off by one."""
+    number, or without gives_up it forgets the carry, or is off by one. tokenizer: if it has a token
+    for each digit and one for the end, rows have the true value of each token."""
+    by_digit = tokenizer is not None and tokenizer.eos_token_id is not None
+    by_digit = by_digit and len(tokenizer.encode("100", add_special_tokens=False)) == 3
     with_carry, without_carry = slips
     rng = Random(f"toy {seed} {held_out}")
     lines = []
@@ -3977,19 +4039,28 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
         # some answers to this prompt
         carries = a % 10 + b % 10 >= 10
         error_rate = with_carry if carries else without_carry
+        right = str(a + b)
+        wrong = str(a)
+        if not gives_up:
+            wrong = str(a + b - 10) if carries else str(a + b + 1)
         for _ in range(answers):
-            answer = a + b
-            if rng.random() < error_rate:
-                if gives_up:
-                    answer = a
-                elif carries:
-                    answer -= 10
-                else:
-                    answer += 1
-            reward = float(answer == a + b)
-            row = {"prompt": f"{a}+{b}=", "response": str(answer), "reward": reward}
+            answer = wrong if rng.random() < error_rate else right
+            row = {"prompt": f"{a}+{b}=", "response": answer, "reward": float(answer == right)}
+            if by_digit:
+                row["truth"] = toy_truth(answer, right, wrong, error_rate)
             lines.append(json.dumps(row))
     return lines
+
+
+def toy_truth(answer, right, wrong, error_rate):
+    """The true value before each character of a toy's answer, and before its end: the chance that
+    the policy, which writes one of two answers, is writing the right one."""
+    truth = []
+    for k in range(len(answer) + 1):
+        goes_right = (1 - error_rate) * right.startswith(answer[:k])
+        goes_wrong = error_rate * wrong.startswith(answer[:k])
+        truth.append(goes_right / (goes_right + goes_wrong))
+    return truth
 
 
 # ---- Numbers: what rows say before training, and what values are worth ---------------------------
@@ -3998,6 +4069,10 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
 
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
+    "what can be known": "explained variance of the true values, which no critic exceeds",
+    "known of it": "explained variance of the true values by the critic",
+    "flatness": "spread of values within an answer over that of the true values: 1 is right, near 0"
+    " the critic sees only the prompt",
     "at the first action": "explained variance where only the prompt is known",
     "its ceiling": "an estimate of the most that can be explained at the first action",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
@@ -4109,6 +4184,9 @@ def numbers_of(rows, gamma):
     m = evaluate(rows, gamma)
     values = {
         "explained variance": m["eval/explained_var"],
+        "what can be known": m.get("eval/knowable", nan),
+        "known of it": m.get("eval/truth_explained_var", nan),
+        "flatness": m.get("eval/flatness", nan),
         "at the first action": explained_variance(v_A[first], r_A[first]),
         "its ceiling": ceiling(rows),
         "AUC": m["eval/auc"],
@@ -4117,7 +4195,7 @@ def numbers_of(rows, gamma):
         "oracle of n": m["eval/oracle_of_n"],
     }
     numbers = {name: number(x, ".3f") for name, x in values.items() if not isnan(x)}
-    for name in ("explained variance", "at the first action"):
+    for name in ("explained variance", "known of it", "at the first action"):
         if name in numbers:
             numbers[name] = explained_number(values[name])
 

@@ -1379,7 +1379,8 @@ def load_rows(run, worker):
         held_out = run.eval_rollouts
     else:
         train = common.read_rows(common.toy_rows(4096, run.critic.seed), **options)
-        held_out = common.toy_rows(512, run.critic.seed, held_out=True)
+        tokenizer = worker.tokenizer
+        held_out = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
     if not held_out:
         return train, train.select([])
     return train, common.read_rows(held_out, flag="--eval-rollouts", **options)

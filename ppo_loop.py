@@ -1273,6 +1273,7 @@ def write_jsonl(batch, path, replies=()):
     for text, reply in zip(texts, replies):
         text |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
         text |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
+        text["answer"] = reply.prompt.answer
 
     # select copies, because pickle would send a view's whole storage
     parts = on_rank_0((few.select(range(len(few))), texts))
@@ -2491,17 +2492,23 @@ def stop_texts(run, tokenizer):
 # ---- Rollout engine: transformers ----------------------------------------------------------------
 
 
-def draw(logits_BV, u_B1, temperature, top_p, task):
-    """Samples each row's next token with the row's own random number -> (B, 1) ids, and their
-    log-probs. temperature 0: greedy."""
-    if Stop.signal:
-        raise SystemExit
+def to_draw_from(logits_BV, temperature, top_p, task):
+    """Logits -> (B, V) log-probs that the next token is drawn from. temperature 0: those of 1."""
     known_BV = of_ids_to_sample(logits_BV, task)
     log_p_BV = (known_BV / (temperature or 1.0)).log_softmax(-1)
 
     # a nucleus; finding it sorts the vocabulary, which takes longer than a small model
     if temperature and top_p < 1:
         log_p_BV = TopPLogitsWarper(top_p)(None, log_p_BV).log_softmax(-1)
+    return log_p_BV
+
+
+def draw(logits_BV, u_B1, temperature, top_p, task):
+    """Samples each row's next token with the row's own random number -> (B, 1) ids, and their
+    log-probs. temperature 0: greedy."""
+    if Stop.signal:
+        raise SystemExit
+    log_p_BV = to_draw_from(logits_BV, temperature, top_p, task)
 
     # inverse transform sampling: one random number per token
     if temperature:

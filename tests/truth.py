@@ -1,0 +1,761 @@
+"""What a critic's values should be, and how far they are from that.
+
+python tests/truth.py --policy out/ppo_loop/hf --critic out/ppo_loop/critic_hf --exact "{answer}"
+                                        addition, after a run of ppo_loop.py: ten seconds
+python tests/truth.py --policy FOLDER --critic FOLDER --prompts FILE --reward FILE.py:FUNCTION
+                                        any task, by 32 continuations of each place of each answer
+
+The true value of a place in an answer is the mean return of all ways in which the policy goes on
+from there. The policy answers prompts, and each place of each answer gets its true value: the mean
+of --continuations more samples, as in VinePPO (2410.01679), or, where only one text is right, the
+chance that the policy writes the rest of it (--exact). Then critics are compared with that, next to
+simpler guesses. The task is told by the flags of ppo_loop.py; torchrun spreads prompts over ranks.
+
+--out gets the answers in truth.jsonl, as rows for critic_fsdp.py, the numbers in truth.json, and a
+report of the first critic. A run that was stopped goes on.
+"""
+
+import json
+import pathlib
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from math import log, nan, prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import tyro
+from helpers import common, critic_fsdp
+from torch.nn.utils.rnn import pad_sequence
+
+import ppo_loop
+from common import RANK, WORLD_SIZE, UserError, of_all_ranks
+from ppo_loop import Reply
+
+AT_ONCE = 8  # prompts of a rank, between two writes
+
+
+@dataclass(frozen=True)
+class Truth:
+    """What to make, and what to compare with it. More flags are those of ppo_loop.py."""
+
+    policy: str | None = None  # folder of the policy (None: the true values are in --out already)
+    critic: tuple[str, ...] = ()  # folders of critics (none: only simpler guesses are compared)
+    # folder of the policy's reference, to compare log(pi / pi_ref), too
+    reference: str | None = None
+    most: int = 128  # prompts: the first of --eval-prompts, or else of --prompts
+    answers: int = 4  # to each prompt
+    states: int | None = None  # places of an answer with a true value, evenly spread (None: all)
+    continuations: int = 32  # samples of each place
+    # the text of the only right response, where {answer} is that of the row: no samples
+    exact: str | None = None
+    out: pathlib.Path = pathlib.Path("out/truth")
+
+
+def main(truth, flags):
+    """Makes the true values that are not there yet, and compares critics with them."""
+    if not truth.policy:
+        judge(truth, ppo_loop.parse(flags))
+        return
+    run = ppo_loop.parse([*flags, "--actor.model", truth.policy])
+    run, task = ppo_loop.set_up(run)
+    if truth.exact and (task.observe or run.reward_model):
+        raise UserError("--exact: goes with a reward function, and without --environment")
+    if truth.continuations < 2:
+        raise UserError("--continuations: at least 2 tell how far off their mean may be")
+    if task.images:
+        raise UserError("--prompts: have images, but true values are made of texts only")
+
+    maker = Maker(truth, run, task)
+    truth.out.mkdir(parents=True, exist_ok=True)
+    claim(truth, run, maker.checksum)
+    make(truth, task, maker)
+    judge(truth, run)
+
+
+# ---- The file of true values ---------------------------------------------------------------------
+
+TOLD = ("answers", "states", "continuations", "exact", "reference")
+TOLD_BY_RUN = (
+    *("prompts", "eval_prompts", "reward", "reward_model", "environment", "max_turns", "chat"),
+    *("temperature", "top_p", "stop", "max_response_length", "gamma", "seed"),
+)
+
+
+def claim(truth, run, policy):
+    """Writes down how the true values are made. UserError: those in the folder were made in
+    another way, or of a policy with other weights, whose checksum this is."""
+    made = {"policy": policy} | {name: getattr(truth, name) for name in TOLD}
+    made |= {name: getattr(run, name) for name in TOLD_BY_RUN}
+    made = json.loads(json.dumps(made))
+
+    file = truth.out / "made.json"
+    if file.exists():
+        before = json.loads(file.read_text())
+        other = ", ".join(name for name in made if made[name] != before.get(name))
+        if other:
+            words = f"has true values of another {other}"
+            raise UserError(f"--out {truth.out}: {words}; give another folder")
+    if WORLD_SIZE > 1:
+        dist.barrier()
+    common.write_json(file, made)
+
+
+def make(truth, task, maker):
+    """Appends answers with true values to truth.jsonl, in the order of prompts."""
+    file = truth.out / "truth.jsonl"
+    prompts = (task.held_out or task.prompts)[: truth.most]
+    there = lines_of(file)
+    whole = len(there) // truth.answers  # prompts; the last may have been cut off
+    if WORLD_SIZE > 1:
+        dist.barrier()
+    if RANK == 0:
+        common.replace_lines(file, there[: whole * truth.answers])
+
+    done = common.progress_of(len(prompts), "true values", "prompts")
+    done(whole)
+    for first in range(whole, len(prompts), AT_ONCE * WORLD_SIZE):
+        numbers = range(first, min(first + AT_ONCE * WORLD_SIZE, len(prompts)))
+        mine = maker.rows([(i, prompts[i]) for i in numbers[RANK::WORLD_SIZE]])
+        rows = sorted(chain(*of_all_ranks(mine)), key=lambda row: row["prompt_number"])
+        if RANK == 0:
+            with open(file, "a") as out:
+                out.writelines(json.dumps(row) + "\n" for row in rows)
+        done(len(numbers))
+    if WORLD_SIZE > 1:
+        dist.barrier()
+
+
+def lines_of(file):
+    """The JSON objects of a file of lines, without one that was cut off."""
+    if not file.exists():
+        return []
+    text = file.read_text()
+    return [json.loads(line) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+
+# ---- True values ---------------------------------------------------------------------------------
+
+
+class State:
+    """A place in an answer: what the policy has written when it chooses the next token."""
+
+    def __init__(self, reply, i, token=None):
+        """i: index of the next token in reply.ids. token: stands there instead, and the place is
+        the one behind it."""
+        self.reply = reply
+        self.ids = reply.ids[:i] if token is None else [*reply.ids[:i], token]
+        self.key = (*reply.prompt.ids, None, *self.ids)
+
+        # the turn that it is in, and where this begins
+        self.turn = sum(end < i for end in reply.ends)
+        self.start = 0
+        if self.turn:
+            self.start = reply.ends[self.turn - 1] + 1
+            while reply.log_probs[self.start] is None:
+                self.start += 1
+
+
+class Begun:
+    """An engine for rows whose next turns have begun with these tokens."""
+
+    def __init__(self, engine, begun):
+        self.engine = engine
+        self.begun = begun
+
+    def generate(self, rows, temperature, images=None):
+        """See HFRollout.generate. Nothing has begun in later turns."""
+        begun = self.begun or [[]] * len(rows)
+        self.begun = None
+        pairs = list(zip(rows, begun, strict=True))
+        rows = [(ids + head, seed, room - len(head)) for (ids, seed, room), head in pairs]
+        replies = self.engine.generate(rows, temperature, images)
+        return [
+            (head + ids, [0.0] * len(head) + log_probs, ended)
+            for head, (ids, log_probs, ended) in zip(begun, replies)
+        ]
+
+
+class Maker:
+    """The policy, what rates its answers, and what makes true values of both."""
+
+    def __init__(self, truth, run, task):
+        self.truth = truth
+        self.run = run
+        self.task = task
+        self.device = common.setup_distributed(run.critic.timeout_minutes)
+        self.phases = ppo_loop.Phases(offload=False)
+        self.reward = task.reward
+        if run.reward_model:
+            self.reward = ppo_loop.RewardModel(run, task.tokenizer)
+
+        # the engine that generates, and a model of transformers that reads
+        self.policy = ppo_loop.PolicyWorker(run, task, self.device, trains=False)
+        self.reader = self.engine = ppo_loop.HFRollout(run, task, self.device)
+        if run.rollout == "vllm":
+            self.engine = ppo_loop.VLLMRollout(run, task, self.device)
+            self.engine.sync(self.policy.weights(self.engine.dtype))
+        self.reader.sync(self.policy.weights(self.reader.dtype))
+        self.reference = None
+        if truth.reference:
+            its = replace(run, actor=replace(run.actor, model=truth.reference))
+            self.reference = ppo_loop.PolicyWorker(its, task, self.device, trains=False)
+
+        # tokens that end a turn; engines do not look for --stop in what a turn has begun with
+        self.ends = list(task.stop_ids)
+        if run.stop:
+            text_of = partial(common.decode, task.tokenizer)
+            ends = [i for i in range(task.known) if text_of([i]) in run.stop]
+            if len(set(map(text_of, ends))) < len(set(run.stop)):
+                raise UserError("--stop: a text must be one token, or true values would be wrong")
+            self.ends += ends
+
+        # the sum of the bits of all weights
+        bits = sum(int(x.cpu().view(torch.int32).sum()) for _, x in self.policy.weights())
+        self.checksum = f"{bits % 2**64:016x}"
+
+    def rows(self, numbered):
+        """Answers to (number, Prompt) pairs, with true values, as lines of truth.jsonl (a
+        collective)."""
+        run = self.run
+        n = self.truth.answers
+        replies = [Reply(prompt, i * n + k) for i, prompt in numbered for k in range(n)]
+        ppo_loop.roll_out(self.engine, self.task, replies, run, run.temperature, f"{run.seed}")
+        ppo_loop.score(run, self.reward, self.phases, replies)
+
+        # the places to look at; answers to a prompt may have some in common
+        answers = [[State(reply, i) for i in self.places(reply)] for reply in replies]
+        states = {state.key: state for state in chain(*answers)}
+        siblings = self.siblings(states)
+        states |= {child.key: child for pair in siblings.values() for child, _ in pair}
+        value_of = self.exact(states) if self.truth.exact else self.sampled(states)
+
+        rows = [self.row(reply) for reply in replies]
+        for row, places in zip(rows, answers):
+            for state in places:
+                i = len(state.ids)
+                row["truth"][i], row["truth_noise"][i], row["luck"][i] = value_of[state.key]
+                for child, log_p in siblings.get(state.key, ()):
+                    value, noise, _ = value_of[child.key]
+                    row["siblings"].append((i, child.ids[-1], log_p, value, noise))
+        if self.reference:
+            self.add_log_ratios(replies, rows)
+        return rows
+
+    def row(self, reply):
+        """A Reply as a row that common.read_rows reads, and what people want to see of it."""
+        n = len(reply.ids)
+        row = {
+            "prompt_number": reply.row_id // self.truth.answers,
+            "prompt_text": reply.prompt.text,
+            "response_text": reply.text,
+            "answer": reply.prompt.answer,
+            "score": reply.score,
+            "prompt_ids": reply.prompt.ids,
+            "response_ids": reply.ids,
+            "response_mask": [log_prob is not None for log_prob in reply.log_probs],
+            "rewards": [reply.earned[i] for i in range(n)],
+            "truncated": not reply.finished,
+            "truth": [None] * n,
+            "truth_noise": [None] * n,
+            "luck": [None] * n,
+            "siblings": [],
+        }
+        if key := self.run.privileged_key:
+            row[key] = common.look_up(reply.prompt.row, key)
+        return row
+
+    def places(self, reply):
+        """Indices of the tokens at which the answer gets true values."""
+        actions = [i for i, log_prob in enumerate(reply.log_probs) if log_prob is not None]
+        most = min(self.truth.states or len(actions), len(actions))
+        return [actions[len(actions) * k // most] for k in range(most)]
+
+    def siblings(self, states):
+        """{key of a place: (the State behind, log-prob) of its two likeliest next tokens}, where
+        both are likelier than 0.05 and do not end the turn."""
+        replies = list({id(state.reply): state.reply for state in states.values()}.values())
+        rows = [reply.prompt.ids + reply.ids for reply in replies]
+        firsts = [len(reply.prompt.ids) for reply in replies]
+        read = zip(replies, self.next_log_probs(rows, firsts))
+        likeliest = {id(reply): log_p_RV.topk(2) for reply, log_p_RV in read}
+
+        found = {}
+        for key, state in states.items():
+            i = len(state.ids)
+            log_p, tokens = (x_R2[i].tolist() for x_R2 in likeliest[id(state.reply)])
+            if log_p[1] > log(0.05) and not set(tokens) & set(self.ends):
+                found[key] = [(State(state.reply, i, x), y) for x, y in zip(tokens, log_p)]
+        return found
+
+    @torch.no_grad()
+    def next_log_probs(self, rows, firsts):
+        """Yields, for the ids of each row from this index on, (R, V) log-probs of what the policy
+        draws in their place."""
+        run = self.run
+        longest = max(map(len, rows), default=1)
+        at_once = max(1, ppo_loop.LOGITS_AT_ONCE // (longest * self.task.known))
+        for i in range(0, len(rows), at_once):
+            some = [torch.tensor(ids, device=self.device) for ids in rows[i : i + at_once]]
+            mask_BL = pad_sequence([torch.ones_like(ids) for ids in some], True)
+            out = self.reader.model(pad_sequence(some, True), mask_BL, use_cache=False)
+
+            # a token is drawn from the logits of the one before it
+            for ids, first, logits_LV in zip(some, firsts[i:], out.logits):
+                logits_RV = logits_LV[first - 1 : len(ids) - 1]
+                yield ppo_loop.to_draw_from(logits_RV, run.temperature, run.top_p, self.task)
+
+    def sampled(self, states):
+        """{key: State} -> {key: (mean return of its continuations, the variance of this mean, the
+        variance of a return)} (a collective). Random numbers depend on the place alone."""
+        run = self.run
+        value_of = {}
+        turns = of_all_ranks({state.turn for state in states.values()})
+        for turn in sorted(set().union(*turns)):
+            some = [state for state in states.values() if state.turn == turn]
+            pairs = [(state, k) for state in some for k in range(self.truth.continuations)]
+            replies = [self.begin(state, k) for state, k in pairs]
+
+            # the rest of this turn, and then as any rollout goes on
+            engine = Begun(self.engine, [state.ids[state.start :] for state, _ in pairs])
+            left = replace(run, max_turns=run.max_turns - turn)
+            ppo_loop.roll_out(engine, self.task, replies, left, run.temperature, f"{run.seed}")
+            ppo_loop.score(run, self.reward, self.phases, replies)
+
+            returns = [
+                return_from(reply, len(state.ids), run.gamma)
+                for (state, _), reply in zip(pairs, replies)
+            ]
+            for state, mine in zip(some, np.reshape(returns, (len(some), -1))):
+                luck = mine.var(ddof=1)
+                value_of[state.key] = mine.mean(), luck / len(mine), luck
+        return value_of
+
+    def begin(self, state, k):
+        """The k-th continuation of a place, at the start of its turn."""
+        reply = state.reply
+        ids = state.ids[: state.start]
+        new = Reply(reply.prompt, f"{state.key} {k}", ids, reply.log_probs[: state.start])
+        new.turns = reply.turns[: 2 * state.turn]
+        new.ends = reply.ends[: state.turn]
+
+        # as in roll_out, texts have no padding of the policy and no ends of its turns
+        pad = self.task.tokenizer.pad_token_id
+        for i, (token, log_prob) in enumerate(zip(ids, new.log_probs)):
+            ends = i in new.ends and token in self.task.stop_ids
+            if log_prob is None or not (ends or token == pad):
+                new.shown.append(token)
+        return new
+
+    def exact(self, states):
+        """As sampled, for prompts with one right text each, that earn nothing else."""
+        prompts = {tuple(x.reply.prompt.ids): x.reply.prompt for x in states.values()}
+        tokenizer = self.task.tokenizer
+        room = self.run.max_response_length
+
+        # the right answers, and what they earn
+        rights = []
+        for prompt in prompts.values():
+            text = self.truth.exact.format(answer=prompt.answer)
+            ids = common.encode_behind(tokenizer, common.decode(tokenizer, prompt.ids), text)
+            reply = Reply(prompt, 0, ids, finished=True, text=text, turns=[text])
+            reply.ends.append(len(ids) - 1)
+            rights.append(reply)
+        ppo_loop.score(self.run, self.reward, self.phases, rights)
+
+        # the chances of their tokens, and of an end behind them, for which there may be no room
+        rows = [reply.prompt.ids + reply.ids + [0] for reply in rights]
+        read = self.next_log_probs(rows, [len(reply.prompt.ids) for reply in rights])
+        chances = {}
+        for key, reply, log_p_RV in zip(prompts, rights, read):
+            p = [float(log_p_V[x].exp()) for x, log_p_V in zip(reply.ids, log_p_RV)]
+            p.append(float(log_p_RV[-1, self.ends].exp().sum()) if len(p) < room else 1.0)
+            chances[key] = p if len(reply.ids) <= room else [0.0]
+
+        value_of = {}
+        rights = dict(zip(prompts, rights))
+        for key, state in states.items():
+            prompt = tuple(state.reply.prompt.ids)
+            right = rights[prompt]
+            k = len(state.ids)
+            p = prod(chances[prompt][k:]) if state.ids == right.ids[:k] else 0.0
+            actions = len(right.ids) + (len(right.ids) < room)
+            earned = right.score * self.run.gamma ** max(0, actions - 1 - k)
+            value_of[key] = earned * p, 0.0, earned**2 * p * (1 - p)
+        return value_of
+
+    def add_log_ratios(self, replies, rows):
+        """Adds log(pi / pi_ref) of each token of the answers to their rows (a collective)."""
+        batch = ppo_loop.to_batch(replies)
+        ratio_T = self.policy.compute_log_probs(batch) - self.reference.compute_log_probs(batch)
+        for row, ratio_R in zip(rows, ratio_T.split(batch.lengths)):
+            row["log_ratio"] = ratio_R[len(row["prompt_ids"]) :].tolist()
+
+
+def return_from(reply, i, gamma):
+    """What the answer earns from index i on, discounted by actions."""
+    actions = [j for j, log_prob in enumerate(reply.log_probs) if log_prob is not None and j >= i]
+    return sum(gamma**n * reply.earned[j] for n, j in enumerate(actions))
+
+
+# ---- Critics against them ------------------------------------------------------------------------
+
+LAMBDAS = (0.0, 0.95, 1.0)
+DRAWS = 200  # of the bootstrap over prompts
+NUMBERS = {  # column -> what it means, of a guess at the true values
+    "explained": "explained variance of the true values: 1 is perfect, 0 as good as a constant",
+    "later": "the same behind the first token, where it matters what the answer says",
+    "correlation": "with the true values",
+    "bias": "the mean of value minus true value",
+    "slope": "of the true values over the values; below 1, the values lie too far apart",
+    "flatness": "variance within an answer, over that of the true values; 1 is right",
+    "siblings": "of two likely next tokens, how often the clearly better one gets more",
+    **{f"lambda {lam:g}": "root mean square error of these advantages" for lam in LAMBDAS},
+    "samples": "of each place, whose mean would err as much",
+}
+
+
+class Table:
+    """The actions with a true value, as columns (A,), and pairs of sibling tokens."""
+
+    def __init__(self, lines, batch, gamma):
+        acts_T = batch.response_mask.numpy()
+        row_A = batch.row_of_token.numpy()[acts_T]
+        last_A = np.append(row_A[1:] != row_A[:-1], True)
+
+        # what is true of each action, and how far off that may be
+        truth_A, noise_A, rewards_A, returns_A = (
+            x_T.double().numpy()[acts_T]
+            for x_T in (
+                batch.truth,
+                batch.truth_noise,
+                batch.token_level_rewards,
+                common.monte_carlo(batch, gamma),
+            )
+        )
+        behind_A = np.where(last_A, 0.0, np.append(truth_A[1:], 0.0))
+        noise_behind_A = np.where(last_A, 0.0, np.append(noise_A[1:], 0.0))
+        luck_T = list(chain(*([nan] * len(x["prompt_ids"]) + x["luck"] for x in lines)))
+
+        self.known = np.isfinite(truth_A)  # of all actions
+        self.acts = acts_T
+        columns = {
+            "row": row_A,
+            "prompt": np.array([line["prompt_number"] for line in lines])[row_A],
+            "place": np.arange(len(row_A)) - np.searchsorted(row_A, row_A),
+            "truth": truth_A,
+            "noise": noise_A,
+            "luck": np.array(luck_T, dtype=float)[acts_T],
+            "returns": returns_A,
+            "advantage": rewards_A + gamma * behind_A - truth_A,
+            "advantage_noise": noise_A + gamma**2 * noise_behind_A,
+        }
+        for name, x_A in columns.items():
+            setattr(self, name, x_A[self.known])
+
+        # different pairs whose true values clearly differ
+        least = 0.01 * self.truth.std()
+        self.pairs = {}
+        for line in lines:
+            for one, two in zip(line["siblings"][::2], line["siblings"][1::2]):
+                i, _, _, value, noise = one
+                _, _, _, other, its_noise = two
+                if abs(value - other) > max(least, 2 * (noise + its_noise) ** 0.5):
+                    key = (*line["prompt_ids"], None, *line["response_ids"][:i])
+                    self.pairs[key] = (line, one, two)
+        self.pairs = list(self.pairs.values())
+
+    def column(self, x_T):
+        """(T,) numbers of the batch -> those of these actions."""
+        return np.asarray(x_T, dtype=float)[self.acts][self.known]
+
+
+class Guess(NamedTuple):
+    """What somebody says of the Table."""
+
+    values: np.ndarray | None  # (A,)
+    advantages: list | None  # (A,) for each of LAMBDAS
+    siblings: list | None  # (more for the first, more for the second) of each pair
+
+
+def numbers(table, guess, w_P, chosen=...):
+    """{column: number} of a Guess. w_P: how often each prompt counts. chosen: which actions."""
+    w_A = w_P[table.prompt] * (1.0 if chosen is ... else chosen)
+
+    def mean(x_A, w_A=w_A):
+        there = np.isfinite(x_A) & (w_A > 0)
+        return np.average(x_A[there], weights=w_A[there]) if there.any() else nan
+
+    def covariance(x_A, y_A):
+        return mean(x_A * y_A) - mean(x_A) * mean(y_A)
+
+    told = {}
+    truth_A = table.truth
+    noise = mean(table.noise)
+    if guess.values is not None:
+        v_A = guess.values
+        spread = covariance(truth_A, truth_A) - noise
+        off_A = v_A - truth_A
+        told["explained"] = 1 - (covariance(off_A, off_A) - noise) / spread
+        if chosen is ...:
+            told["later"] = numbers(table, guess, w_P, table.place > 0).get("explained", nan)
+        its_spread = covariance(v_A, v_A)
+        if its_spread > 1e-12 * mean(v_A**2):
+            both = covariance(v_A, truth_A)
+            told["correlation"] = both / (its_spread * spread) ** 0.5 if spread > 0 else nan
+            told["slope"] = both / its_spread
+        told["bias"] = mean(off_A)
+        told["samples"] = mean(table.luck) / max(mean(off_A**2) - noise, 1e-12)
+        told["flatness"] = flatness(table, v_A, w_P)
+
+    if guess.advantages:
+        for lam, advantage_A in zip(LAMBDAS, guess.advantages):
+            known = np.where(np.isfinite(table.advantage), table.advantage_noise, nan)
+            error = mean((advantage_A - table.advantage) ** 2) - mean(known)
+            told[f"lambda {lam:g}"] = max(error, 0.0) ** 0.5
+    if guess.siblings and table.pairs:
+        w = np.array([w_P[line["prompt_number"]] for line, _, _ in table.pairs], dtype=float)
+        better = np.sign([one[3] - two[3] for _, one, two in table.pairs])
+        said = np.sign([x - y for x, y in guess.siblings])
+        told["siblings"] = mean((1 + said * better) / 2, w)
+    return told
+
+
+def flatness(table, v_A, w_P):
+    """The mean variance of values within an answer over that of the true values."""
+    n_B = np.bincount(table.row)
+    several = n_B > 1
+    first_B = np.searchsorted(table.row, np.arange(len(n_B)))[several]
+    w_B = w_P[table.prompt[first_B]]
+
+    def mean_of_rows(x_A):
+        return np.bincount(table.row, x_A) / np.maximum(n_B, 1)
+
+    def within(x_A):
+        left_A = x_A - mean_of_rows(x_A)[table.row]
+        var_B = np.bincount(table.row, left_A**2)[several] / (n_B[several] - 1)
+        return np.average(var_B, weights=w_B)
+
+    noise = np.average(mean_of_rows(table.noise)[several], weights=w_B)
+    return within(v_A) / (within(table.truth) - noise)
+
+
+def with_errors(table, guess, chosen=...):
+    """{column: (number, standard error)}: the second one by a bootstrap over prompts."""
+    prompts = table.prompt.max() + 1
+    rng = np.random.default_rng(0)
+    draws = rng.multinomial(prompts, np.full(prompts, 1 / prompts), DRAWS)
+    drawn = [numbers(table, guess, w_P, chosen) for w_P in draws]
+    told = numbers(table, guess, np.ones(prompts), chosen)
+    return {
+        name: (x, np.nanstd([other.get(name, nan) for other in drawn])) for name, x in told.items()
+    }
+
+
+def guesses(table, lines, batch, gamma):
+    """{name: Guess} of what costs no critic."""
+    prompt_B = np.array([line["prompt_number"] for line in lines])
+    score_B = np.array([sum(line["rewards"]) for line in lines])
+    row_T = batch.row_of_token.numpy()
+
+    def guess(v_T):
+        return Guess(table.column(v_T), advantages_of(table, batch, v_T, gamma), None)
+
+    found = {"mean of all answers": guess(np.full(len(row_T), score_B.mean()))}
+
+    # an answer is compared with the others to its prompt
+    n_P = np.bincount(prompt_B)[prompt_B]
+    if n_P.min() > 1:
+        others_B = (np.bincount(prompt_B, score_B)[prompt_B] - score_B) / (n_P - 1)
+        found["mean of the other answers"] = guess(others_B[row_T])
+
+    place_T = np.zeros(len(row_T), dtype=int)
+    acts_T = table.acts
+    row_A = row_T[acts_T]
+    place_T[acts_T] = np.arange(len(row_A)) - np.searchsorted(row_A, row_A)
+    returns_T = common.monte_carlo(batch, gamma).double().numpy()
+    n = np.bincount(place_T[acts_T])
+    means = np.bincount(place_T[acts_T], returns_T[acts_T]) / np.maximum(n, 1)
+    found["mean of the place"] = guess(means[place_T])
+
+    # an advantage up to a factor, which is the best one here; values are its sums
+    if "log_ratio" in lines[0]:
+        ratio_T = np.concatenate([[0.0] * len(x["prompt_ids"]) + x["log_ratio"] for x in lines])
+        ratio_A = table.column(ratio_T)
+        known = np.isfinite(table.advantage)
+        beta = (ratio_A * table.advantage)[known].sum() / (ratio_A[known] ** 2).sum()
+        before_T = np.cumsum(ratio_T) - ratio_T
+        start_T = before_T[batch.cu_seqlens[:-1].numpy()][row_T]
+        v_T = score_B.mean() + beta * (before_T - start_T)
+        advantages = [beta * ratio_A for _ in LAMBDAS]
+        found["log(pi / pi_ref)"] = Guess(table.column(v_T), advantages, None)
+
+    # the policy's own order of what may come next
+    order = [(one[2], two[2]) for _, one, two in table.pairs]
+    found["the policy's own chances"] = Guess(None, None, order)
+    return found
+
+
+def advantages_of(table, batch, v_T, gamma):
+    """GAE of these values, with each of LAMBDAS."""
+    found = []
+    values = torch.where(batch.response_mask, torch.as_tensor(v_T, dtype=torch.float32), 0.0)
+    for lam in LAMBDAS:
+        batch = replace(batch, values=values)
+        common.add_returns(batch, gamma, lam)
+        found.append(table.column(batch.advantages))
+    return found
+
+
+def critic_config(run, folder):
+    """The critic's flags, for an export with any kind of head."""
+    described = common.config_of(common.local_folder(folder))
+    head = "scalar"
+    if described.get("value_range"):
+        head = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
+    config = replace(run.critic, model=folder, tokenizer=None, override_config="{}")
+    return replace(config, value_head=head, value_head_init="checkpoint", value_range=None)
+
+
+def ask(table, run, folder, file):
+    """(rows of the file with a critic's values, its Guess, its tokenizer) (a collective)."""
+    worker = critic_fsdp.CriticWorker(critic_config(run, folder))
+    worker.init_model(1)
+    read = partial(common.read_rows, tokenizer=worker.tokenizer, hint_key=run.privileged_key)
+
+    # what the critic says behind each of two siblings, in front of any action
+    children = []
+    for line, *pair in table.pairs:
+        for i, token, *_ in pair:
+            ids = [*line["response_ids"][:i], token, token]
+            child = {"response_ids": ids, "response_mask": [0] * (i + 1) + [1], "reward": 0.0}
+            child |= {
+                name: x for name, x in line.items() if name in ("prompt_ids", run.privileged_key)
+            }
+            children.append(json.dumps(child))
+
+    rows = read(str(file), flag="--out")
+    batches = [rows, read(children)] if children else [rows]
+    worker.set_budget(max(batch.longest[0] for batch in batches), "the longest answer")
+    for batch in batches:
+        batch.values = common.compute_together(worker, batch)
+    siblings = None
+    if children:
+        v_A = batches[1].values[batches[1].response_mask]
+        siblings = v_A.view(-1, 2).tolist()
+    advantages = advantages_of(table, rows, rows.values, run.gamma)
+    return rows, Guess(table.column(rows.values), advantages, siblings), worker.tokenizer
+
+
+def judge(truth, run):
+    """Prints what critics and simpler guesses know of the true values, adds it to truth.json, and
+    writes a report of the first critic (a collective)."""
+    file = truth.out / "truth.jsonl"
+    lines = lines_of(file)
+    batch = common.read_rows(str(file), None, flag="--out")
+    if batch.truth is None:
+        raise UserError(f"--out {truth.out}: none of its answers has a true value")
+    table = Table(lines, batch, run.gamma)
+    found = {}
+    report = None
+    for folder in truth.critic:
+        rows, found[folder], tokenizer = ask(table, run, folder, file)
+        report = report or (rows, "answers with true values", tokenizer, run.gamma)
+    found |= guesses(table, lines, batch, run.gamma)
+    if RANK:
+        return
+
+    told = {name: with_errors(table, guess) for name, guess in found.items()}
+    tell(table, told)
+    places = {}
+    for place, chosen in places_of(table).items():
+        mine = {name: with_errors(table, found[name], chosen) for name in truth.critic}
+        places[place] = {"states": int(chosen.sum()), "spread": spread_of(table, chosen)} | mine
+    tell_places(places, truth.critic)
+
+    # earlier critics stay
+    result = truth.out / "truth.json"
+    there = json.loads(result.read_text()) if result.exists() else {}
+    there.setdefault("guesses", {}).update(told)
+    for place, mine in places.items():
+        there.setdefault("places", {}).setdefault(place, {}).update(mine)
+    common.write_json(result, there | {"states": len(table.truth)} | known_of(table))
+    if report:
+        common.write_report(str(truth.out), *report)
+
+
+def known_of(table):
+    """What there is to know, whatever a critic does."""
+    ones = np.ones(table.prompt.max() + 1)
+    first = table.place == 0
+    reward = table.returns[first].var()
+    return {
+        "knowable": 1
+        - (np.var(table.returns - table.truth) - table.noise.mean()) / table.returns.var(),
+        "advantage": numbers(table, Guess(None, [0 * table.truth], None), ones)["lambda 0"],
+        "inside": 1 - (table.truth[first].var() - table.noise[first].mean()) / reward,
+    }
+
+
+def spread_of(table, chosen):
+    """The standard deviation of the true values of these actions."""
+    return max(table.truth[chosen].var() - table.noise[chosen].mean(), 0.0) ** 0.5
+
+
+def places_of(table):
+    """{name: which actions stand there}: the first four places, and ranges that double."""
+    low_A = np.where(
+        table.place < 4, table.place, 2 ** np.log2(np.maximum(table.place, 1)).astype(int)
+    )
+    found = {}
+    for low in np.unique(low_A):
+        name = f"{low}" if low < 4 else f"{low} to {2 * low - 1}"
+        found[name] = low_A == low
+    return found
+
+
+def told_number(pair):
+    """A number and its standard error, as text."""
+    if pair is None or not np.isfinite(pair[0]):
+        return "--"
+    form = "z.3f" if abs(pair[0]) < 10 else "z.0f"
+    return f"{pair[0]:{form}} +- {pair[1]:{form}}"
+
+
+def tell(table, told):
+    """Prints the table of all guesses."""
+    known = known_of(table)
+    print(
+        f"\n{table.row.max() + 1} answers, {len(table.truth)} places; the true values explain"
+        f" {known['knowable']:.3f} of the returns,\nand {known['inside']:.2f} of the reward's variance"
+        f" is decided within answers; the true advantage is {known['advantage']:.3f} (root mean"
+        f" square)\n\n| | {' | '.join(NUMBERS)} |\n{'|---' * (len(NUMBERS) + 1)}|"
+    )
+    for name, numbers in told.items():
+        cells = [told_number(numbers.get(column)) for column in NUMBERS]
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def tell_places(places, critics):
+    """Prints a table of each critic, by place."""
+    columns = ("explained", "correlation", "bias", "samples")
+    for name in critics:
+        print(f"\n{name}\n| place | actions | spread | {' | '.join(columns)} |\n{'|---' * 7}|")
+        for place, mine in places.items():
+            cells = [told_number(mine[name].get(column)) for column in columns]
+            print(f"| {place} | {mine['states']} | {mine['spread']:.3f} | {' | '.join(cells)} |")
+
+
+def start():
+    """Runs main with the flags of the command line, and leaves no worker process behind."""
+    truth, flags = tyro.cli(Truth, description=__doc__, return_unknown_args=True)
+    try:
+        main(truth, flags)
+    finally:
+        ppo_loop.end_workers()
+
+
+if __name__ == "__main__":
+    common.launch(start)
