@@ -2712,9 +2712,9 @@ class Logger:
             )
         if "eval/knowable" in m:
             print0(
-                f"  of the true values {explained_number(m['eval/truth_explained_var'])}, which"
-                f" explain {explained_number(m['eval/knowable'])},"
-                f" flatness {number(m['eval/flatness'], '.3f')}"
+                f"  knows {explained_number(m['eval/truth_explained_var'])} of what can be known"
+                f" ({number(m['eval/knowable'], '.3f')}), flatness"
+                f" {number(m['eval/flatness'], '.3f')}"
             )
 
 
@@ -4015,9 +4015,7 @@ def char_tokenizer(model="tiny-qwen2"):
     return PreTrainedTokenizerFast(tokenizer_object=core, **special)
 
 
-def toy_rows(
-    n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True, tokenizer=None
-):
+def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True, tokenizer=None):
     """At least n JSON lines of a policy that adds numbers of two digits, with `answers` rows to
     each prompt; held_out rows have prompts of their own.
 

@@ -728,11 +728,11 @@ def tell(table, told):
     """Prints the table of all guesses."""
     known = known_of(table)
     print(
-        f"\n{table.row.max() + 1} answers, {len(table.truth)} places; the true values explain"
-        f" {known['knowable']:.3f} of the returns,\nand {known['inside']:.2f} of the reward's variance"
-        f" is decided within answers; the true advantage is {known['advantage']:.3f} (root mean"
-        f" square)\n\n| | {' | '.join(NUMBERS)} |\n{'|---' * (len(NUMBERS) + 1)}|"
+        f"\n{table.row.max() + 1} answers, {len(table.truth)} places with true values, which explain"
+        f" {known['knowable']:.3f} of the returns;\n{known['inside']:.2f} of the reward's variance is"
+        f" decided within answers; true advantages are {known['advantage']:.3f} (root mean square)\n"
     )
+    print(f"| | {' | '.join(NUMBERS)} |\n{'|---' * (len(NUMBERS) + 1)}|")
     for name, numbers in told.items():
         cells = [told_number(numbers.get(column)) for column in NUMBERS]
         print(f"| {name} | {' | '.join(cells)} |")
