@@ -2704,6 +2704,8 @@ class Logger:
             f"   loss {m['eval/vf_loss']:.4f} (best constant {m['eval/constant_loss']:.4f})"
             f"   AUC of the last value {number(m['eval/auc'], '.3f')}"
         )
+
+        # of rows that have more to compare with
         if not isnan(m["eval/best_of_n"]):
             print0(
                 f"  best of n {number(m['eval/best_of_n'], '.3f')},"

@@ -728,9 +728,10 @@ def tell(table, told):
     """Prints the table of all guesses."""
     known = known_of(table)
     print(
-        f"\n{table.row.max() + 1} answers, {len(table.truth)} places with true values, which explain"
-        f" {known['knowable']:.3f} of the returns;\n{known['inside']:.2f} of the reward's variance is"
-        f" decided within answers; true advantages are {known['advantage']:.3f} (root mean square)\n"
+        f"\n{table.row.max() + 1} answers with {len(table.truth)} true values, which explain"
+        f" {known['knowable']:.3f} of the returns.\n{known['inside']:.2f} of the reward's variance"
+        f" is decided within answers. True advantages are {known['advantage']:.3f} (root mean"
+        " square).\n"
     )
     print(f"| | {' | '.join(NUMBERS)} |\n{'|---' * (len(NUMBERS) + 1)}|")
     for name, numbers in told.items():
