@@ -1523,7 +1523,7 @@ def read_rows(
     for words, count in notes.items():
         print0(f"note       {count:,} of {len(rows):,} rows: {words}")
     rows = concat(rows)
-    if rows.truth.isnan().all():
+    if rows.truth[rows.response_mask].isnan().all():
         rows = replace(rows, truth=None, truth_noise=None)
     return rows
 
@@ -3556,6 +3556,9 @@ def exported_config(model_config):
     return exported
 
 
+NEW_HEAD = "value head new"  # begins the words on a head that has random weights
+
+
 def init_value_head(score, config, model_config):
     """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from.
     UserError: the model has no head that fits."""
@@ -3576,7 +3579,16 @@ def init_value_head(score, config, model_config):
 
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-    return f"value head new, normal(0, {std:.3f})"
+    return f"{NEW_HEAD}, normal(0, {std:.3f})"
+
+
+def starts_at_mean(config, story):
+    """Whether the first batch sets the head to the mean return: it does if --value-head-init asks
+    for it, and by default for a new head, but not for bins (a collective). story: rank 0's has the
+    words of init_value_head."""
+    if config.value_head_init == "auto" and config.value_head != "hl_gauss":
+        return NEW_HEAD in of_all_ranks(story)[0]
+    return config.value_head_init == "mean"
 
 
 def load_value_head(score, config, value_range):
@@ -4082,9 +4094,9 @@ NUMBERS = {  # numbers in a report -> what they mean
 }
 WORSE = (
     "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean"
-    " return {:.4f}. After few updates its new head is still random: train longer, or start at the"
-    " mean (value-head-init). After many, try another learning rate; if only held-out rows are bad,"
-    " it overfits: make fewer passes, or use more rows or a pretrained model."
+    " return {:.4f}. After few updates a head that began with random weights is still off: train"
+    " longer, or start at the mean (value-head-init). After many, try another learning rate; if only"
+    " held-out rows are bad, it overfits: make fewer passes, or use more rows or a pretrained model."
 )
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
 

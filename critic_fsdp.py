@@ -70,7 +70,8 @@ class Config:
     override_config: Text = "{}"  # JSON for the model's config, e.g. '{"num_hidden_layers": 4}'
     # value head: any number, one within --value-range, or the mean of a distribution over 51 bins
     value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (auto: from the checkpoint, else normal; mean: at the mean return)
+    # how the value head starts (mean: at the mean return; auto: from the checkpoint, else mean, or
+    # normal for hl_gauss)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
     # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's; not in PPO)
     value_range: tuple[Edge, Edge] | None = None
@@ -1039,14 +1040,15 @@ class CriticWorker:
 
     @torch.no_grad()
     def start_at_mean(self, batch, gamma):
-        """With --value-head-init mean and before the first step, makes every value the mean return.
+        """Before the first step, makes every value of a new head the mean return, if
+        --value-head-init is auto or mean. A loop that does not call this starts at random values.
 
         That is the mean over all ranks' actions (a collective), clamped to the inner 98 % of a
         bounded head's range. A batch without an action changes nothing, and takes no step, so the
         next batch decides."""
         self.check_ready()
         critic = self.critic
-        if self.config.value_head_init != "mean" or critic.optimizer_steps:
+        if critic.optimizer_steps or not common.starts_at_mean(self.config, critic.story):
             return
         bias = batch.mean_return(gamma)
         if math.isnan(bias):
@@ -1057,6 +1059,7 @@ class CriticWorker:
             fraction = min(max((bias - low) / (high - low), 0.01), 0.99)
             bias = math.tan(math.pi * (fraction - 0.5))
         critic.free_gathered()  # what an interrupted forward has left would hide the new bias
+        critic.model.score.weight.zero_()
         critic.model.score.bias.fill_(bias)
 
     @common.dp_compute_proto()

@@ -28,25 +28,26 @@ from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
+RANDOM = "--critic.value-head-init normal"
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
     "4 answers to each of 64 prompts": (
         f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps"
     ),
-    "critic, lambda 1": "",
+    "critic with a random head, lambda 1": RANDOM,
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
     "at 0, and the critic reads the right answer": (
         "--critic.value-head-init zero --privileged-key response"
     ),
-    "lambda 0.95": "--lam 0.95",
-    "the first token gets half the credit": "--first-token-credit 0.5",
-    "10 of 60 steps for the critic alone": "--critic-warmup 10",
+    "lambda 0.95": f"{RANDOM} --lam 0.95",
+    "the first token gets half the credit": f"{RANDOM} --first-token-credit 0.5",
+    "10 of 60 steps for the critic alone": f"{RANDOM} --critic-warmup 10",
     "bins (HL-Gauss)": "--critic.value-head hl_gauss --critic.value-range -0.1 1.1",
-    "bounded values": "--critic.value-head bounded --critic.value-range -0.1 1.1",
-    "value places 0.3, 0.6 and 0.9": "--critic.value-places 0.3 0.6 0.9",
-    "the critic only where it helps": "--critic-where-it-helps",
+    "bounded values": f"{RANDOM} --critic.value-head bounded --critic.value-range -0.1 1.1",
+    "value places 0.3, 0.6 and 0.9": f"{RANDOM} --critic.value-places 0.3 0.6 0.9",
+    "the critic only where it helps": f"{RANDOM} --critic-where-it-helps",
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"

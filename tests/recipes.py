@@ -26,11 +26,11 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 MEAN = "--value-head-init mean"
 RECIPES = {
-    "verl's own: the head is random": "",
+    "verl's own: the head is random": "--value-head-init normal",
     "head at 0": "--value-head-init zero",
     "head at the mean return": MEAN,
     "at the mean: bounded values": f"{MEAN} --value-head bounded",
-    "at the mean: bins (HL-Gauss)": f"{MEAN} --value-head hl_gauss",
+    "head at 0: bins (HL-Gauss)": "--value-head-init zero --value-head hl_gauss",
     "at the mean: value places 0.3, 0.6 and 0.9": f"{MEAN} --value-places 0.3 0.6 0.9",
     "at the mean: lambda 0.95": f"{MEAN} --lam 0.95",
     "at the mean: reads the right answer": f"{MEAN} --privileged-key answer",
