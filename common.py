@@ -4094,9 +4094,9 @@ NUMBERS = {  # numbers in a report -> what they mean
 }
 WORSE = (
     "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean"
-    " return {:.4f}. After few updates a head that began with random weights is still off: train"
-    " longer, or start at the mean (value-head-init). After many, try another learning rate; if only"
-    " held-out rows are bad, it overfits: make fewer passes, or use more rows or a pretrained model."
+    " return {:.4f}. A head that began with random weights may need more updates: train longer, or"
+    " start at the mean (value-head-init). After many, try another learning rate; if only held-out"
+    " rows are bad, it overfits: make fewer passes, or use more rows or a pretrained model."
 )
 ALL_EQUAL = "All returns of these rows are equal, so there is nothing that a critic could explain."
 

@@ -2,12 +2,6 @@
 
 python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
 python tests/ablations.py --task digits --steps 160     the task of digits.py: 40 minutes
-python tests/ablations.py --data FOLDER     value pretraining on train.jsonl, judged on eval.jsonl;
-                                            tokenizer/
-                                            there reads the text: 25 minutes for GSM8K's answers
-python tests/ablations.py --data FOLDER --model out/smollm2     the same with the pretrained model
-                                            of real_model.py, for its rows in `sums`: five minutes
-                                            a run
 
 Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint.
 """
@@ -72,27 +66,14 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
         f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5"
     ),
 }
-PRETRAINING = {
-    "random head": "",
-    "head at 0": "--value-head-init zero",
-    "head at the mean return": "--value-head-init mean",
-    "bins (HL-Gauss)": "--value-head hl_gauss --value-range -0.1 1.1",
-    "bounded values": "--value-head bounded --value-range -0.1 1.1",
-    "value places 0.3, 0.6 and 0.9": "--value-places 0.3 0.6 0.9",
-    "attention frozen": "--freeze-modules self_attn",
-}
-# of SmolLM2's 30 layers the lowest 20 stay as they are; 60 updates of 32 rows are one pass
-PRETRAINED_MODEL = (
-    r" --model {model} --freeze-modules embed_tokens|layers\.1?\d\. --lr 5e-5"
-    " --train-batch-size 32 --ppo-mini-batch-size 32 --save-every 20 --keep 1"
-)
 
 
 def run(job):
     """Rows of metrics.jsonl of a run, which is made if it is not there."""
-    script, folder, flags = job
+    folder, flags = job
     if not (folder / "report.html").exists():
-        command = [sys.executable, ROOT / script, "--out-dir", folder, "--resume", "auto", *flags]
+        command = [sys.executable, ROOT / "ppo_loop.py", "--out-dir", folder, "--resume", "auto"]
+        command += flags
         subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
         )
@@ -109,8 +90,6 @@ def told(numbers):
 
 def ablations(
     out: pathlib.Path = pathlib.Path("out/ablations"),
-    data: pathlib.Path | None = None,
-    model: pathlib.Path | None = None,
     task: Literal["addition", "digits"] = "addition",
     seeds: int = 5,
     steps: int = 60,
@@ -119,55 +98,29 @@ def ablations(
 ):
     """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at
     once. only: names of recipes."""
-    recipes = PRETRAINING if data else DIGITS if task == "digits" else PPO
+    recipes = DIGITS if task == "digits" else PPO
     recipes = {name: recipes[name] for name in only or recipes}
-    script, own = "ppo_loop.py", "--critic.seed {seed}"
+    own = "--critic.seed {seed}"
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
-    todo = []
-
-    if data:
-        script, own = (
-            "critic_fsdp.py",
-            "--rollouts {data}/train.jsonl --eval-rollouts {data}/eval.jsonl",
-        )
-        own += PRETRAINED_MODEL if model else " --tokenizer {data}/tokenizer"
-    elif task == "digits":
+    if task == "digits":
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
         first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
 
+    todo = []
     pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in range(101, 101 + seeds):
-            blanks = {"seed": seed, "data": data, "model": model, "task": out / f"task, {seed}"}
-            todo.append(
-                (script, out / f"{name}, {seed}", [word.format(**blanks) for word in words])
-            )
+            blanks = {"seed": seed, "task": out / f"task, {seed}"}
+            todo.append((out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
 
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
     for name, n in pretrained.items():  # for these first n steps the policy does not change
         runs[name] = [[row] * n + rows for row, rows in zip(first, runs[name])] if n else runs[name]
-    (table_of_pretraining if data else table_of_ppo)(runs, seeds, steps, out)
-
-
-def table_of_pretraining(runs, *_):
-    """What each critic says of rows that it has not seen."""
-    baseline = None
-    print(
-        "| recipe | explained variance | more than the first row | AUC of the last value | loss |"
-    )
-    print("|---|---|---|---|---|")
-    for name, mine in runs.items():
-        ends = [[row for row in rows if "eval/auc" in row][-1] for rows in mine]
-        ev, auc, loss = (
-            [end[f"eval/{x}"] for end in ends] for x in ("explained_var", "auc", "vf_loss")
-        )
-        baseline = baseline or ev
-        more = [x - y for x, y in zip(ev, baseline)]  # of the same seed
-        print(f"| {name} | {told(ev)} | {told(more)} | {told(auc)} | {told(loss)} |")
+    table_of_ppo(runs, seeds, steps, out)
 
 
 def table_of_ppo(runs, seeds, steps, out):

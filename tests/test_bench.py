@@ -69,13 +69,6 @@ def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     ablations.ablations(tmp_path, seeds=2, steps=2)
     row = f"| {[*ablations.PPO][1]} | 0.550 +- 0.150 | 1.050 +- 0.150 | 0.350 +- 0.050 | 0.55 |\n"
     assert row in capsys.readouterr().out and (tmp_path / "ablations.png").exists()
-    end = lambda x: [
-        {"eval/auc": 9},
-        dict.fromkeys(("eval/explained_var", "eval/auc", "eval/vf_loss"), x),
-    ]
-    ablations.table_of_pretraining({"a": [end(0.1), end(0.3)], "b": [end(0.4), end(0.7)]})
-    row = "| b | 0.550 +- 0.150 | 0.350 +- 0.050 | 0.550 +- 0.150 | 0.550 +- 0.150 |\n"
-    assert row in capsys.readouterr().out
 
 
 def test_task_of_digits(tmp_path, capsys, monkeypatch):

@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import sys
 
-import ablations
 import pytest
 import real_model
 import rewards
@@ -170,18 +169,6 @@ def test_a_batch_of_trl_is_compared_place_by_place(capsys):
     assert len(differences) == 5 and all(float(x) < 2e-6 for x in differences), differences
     real_model.compare_places(first)
     assert "which 1 of 2 rows have" in capsys.readouterr().out
-
-
-def test_ablations_take_the_model(tmp_path, monkeypatch):
-    """Each row of the table of value pretraining names it, and no tokenizer."""
-    jobs = []
-    monkeypatch.setattr(ablations, "run", lambda job: jobs.append(job) or [])
-    monkeypatch.setattr(ablations, "table_of_pretraining", lambda *_: None)
-    ablations.ablations(tmp_path, data=tmp_path, model=tmp_path / "tiny", seeds=1, jobs=1)
-    assert len(jobs) == len(ablations.PRETRAINING)
-    for script, _, words in jobs:
-        assert script == "critic_fsdp.py" and "--tokenizer" not in words
-        assert words[words.index("--model") + 1] == str(tmp_path / "tiny")
 
 
 def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):
