@@ -17,6 +17,7 @@ report of the first critic. A run that was stopped goes on.
 
 import json
 import pathlib
+import random
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -31,7 +32,7 @@ from helpers import common, critic_fsdp
 from torch.nn.utils.rnn import pad_sequence
 
 import ppo_loop
-from common import RANK, WORLD_SIZE, UserError, of_all_ranks
+from common import RANK, WORLD_SIZE, UserError, of_all_ranks, print0
 from ppo_loop import Reply
 
 AT_ONCE = 8  # prompts of a rank, between two writes
@@ -65,6 +66,9 @@ def main(truth, flags):
         raise UserError("--exact: goes with a reward function, and without --environment")
     if truth.continuations < 2:
         raise UserError("--continuations: at least 2 tell how far off their mean may be")
+    if run.kl_coef or (run.gae_level == "turn" and run.gamma < 1):
+        flags = "--kl-coef, --gae-level turn with --gamma"
+        raise UserError(f"{flags}: true values are of rewards alone, discounted by tokens")
     if task.images:
         raise UserError("--prompts: have images, but true values are made of texts only")
 
@@ -91,6 +95,7 @@ def claim(truth, run, policy):
     made |= {name: getattr(run, name) for name in TOLD_BY_RUN}
     made = json.loads(json.dumps(made))
 
+    # all ranks have looked before rank 0 writes
     file = truth.out / "made.json"
     if file.exists():
         before = json.loads(file.read_text())
@@ -106,9 +111,17 @@ def claim(truth, run, policy):
 def make(truth, task, maker):
     """Appends answers with true values to truth.jsonl, in the order of prompts."""
     file = truth.out / "truth.jsonl"
-    prompts = (task.held_out or task.prompts)[: truth.most]
+    prompts = task.held_out or task.prompts
     there = lines_of(file)
-    whole = len(there) // truth.answers  # prompts; the last may have been cut off
+    asked = [(line["prompt_ids"], line["answer"]) for line in there[:: truth.answers]]
+    if asked != [(prompt.ids, prompt.answer) for prompt in prompts[: len(asked)]]:
+        raise UserError(f"--out {truth.out}: has true values of other prompts; give another folder")
+
+    # prompts that are whole; a part of AT_ONCE is made again, so that numbers round alike
+    prompts = prompts[: truth.most]
+    whole = len(there) // truth.answers
+    if whole < len(prompts):
+        whole -= whole % (AT_ONCE * WORLD_SIZE)
     if WORLD_SIZE > 1:
         dist.barrier()
     if RANK == 0:
@@ -124,8 +137,9 @@ def make(truth, task, maker):
             with open(file, "a") as out:
                 out.writelines(json.dumps(row) + "\n" for row in rows)
         done(len(numbers))
-    if WORLD_SIZE > 1:
-        dist.barrier()
+    missed = sum(of_all_ranks(maker.missed))
+    if missed:
+        print0(f"note       {missed} answers earn something in a way that --exact does not know")
 
 
 def lines_of(file):
@@ -147,7 +161,7 @@ class State:
         the one behind it."""
         self.reply = reply
         self.ids = reply.ids[:i] if token is None else [*reply.ids[:i], token]
-        self.key = (*reply.prompt.ids, None, *self.ids)
+        self.key = (str(reply.prompt.row), *self.ids)  # a reward may look at all of the row
 
         # the turn that it is in, and where this begins
         self.turn = sum(end < i for end in reply.ends)
@@ -161,9 +175,11 @@ class State:
 class Begun:
     """An engine for rows whose next turns have begun with these tokens."""
 
-    def __init__(self, engine, begun):
+    def __init__(self, engine, begun, run, task):
         self.engine = engine
         self.begun = begun
+        self.stop_texts = task.stop_texts
+        self.longest = max((len(text.encode()) for text in run.stop), default=0)
 
     def generate(self, rows, temperature, images=None):
         """See HFRollout.generate. Nothing has begun in later turns."""
@@ -172,10 +188,16 @@ class Begun:
         pairs = list(zip(rows, begun, strict=True))
         rows = [(ids + head, seed, room - len(head)) for (ids, seed, room), head in pairs]
         replies = self.engine.generate(rows, temperature, images)
-        return [
-            (head + ids, [0.0] * len(head) + log_probs, ended)
-            for head, (ids, log_probs, ended) in zip(begun, replies)
-        ]
+
+        # a text of --stop may lie across the border, where the engine does not see it
+        whole = []
+        for head, (ids, log_probs, ended) in zip(begun, replies):
+            for n in range(1, min(self.longest, len(ids) + 1)):
+                if head and self.stop_texts(torch.tensor([head + ids[:n]]), None):
+                    ids, ended = ids[:n], True
+                    break
+            whole.append((head + ids, [0.0] * len(head) + log_probs[: len(ids)], ended))
+        return whole
 
 
 class Maker:
@@ -203,14 +225,12 @@ class Maker:
             its = replace(run, actor=replace(run.actor, model=truth.reference))
             self.reference = ppo_loop.PolicyWorker(its, task, self.device, trains=False)
 
-        # tokens that end a turn; engines do not look for --stop in what a turn has begun with
+        # tokens that end a turn by themselves
         self.ends = list(task.stop_ids)
         if run.stop:
-            text_of = partial(common.decode, task.tokenizer)
-            ends = [i for i in range(task.known) if text_of([i]) in run.stop]
-            if len(set(map(text_of, ends))) < len(set(run.stop)):
-                raise UserError("--stop: a text must be one token, or true values would be wrong")
-            self.ends += ends
+            texts = [common.decode(task.tokenizer, [i]) for i in range(task.known)]
+            self.ends += [i for i, x in enumerate(texts) if any(stop in x for stop in run.stop)]
+        self.missed = 0  # answers that earn something else than --exact says
 
         # the sum of the bits of all weights
         bits = sum(int(x.cpu().view(torch.int32).sum()) for _, x in self.policy.weights())
@@ -228,9 +248,9 @@ class Maker:
         # the places to look at; answers to a prompt may have some in common
         answers = [[State(reply, i) for i in self.places(reply)] for reply in replies]
         states = {state.key: state for state in chain(*answers)}
-        siblings = self.siblings(states)
+        siblings = self.siblings(states, replies)
         states |= {child.key: child for pair in siblings.values() for child, _ in pair}
-        value_of = self.exact(states) if self.truth.exact else self.sampled(states)
+        value_of = self.exact(states, replies) if self.truth.exact else self.sampled(states)
 
         rows = [self.row(reply) for reply in replies]
         for row, places in zip(rows, answers):
@@ -273,10 +293,9 @@ class Maker:
         most = min(self.truth.states or len(actions), len(actions))
         return [actions[len(actions) * k // most] for k in range(most)]
 
-    def siblings(self, states):
+    def siblings(self, states, replies):
         """{key of a place: (the State behind, log-prob) of its two likeliest next tokens}, where
-        both are likelier than 0.05 and do not end the turn."""
-        replies = list({id(state.reply): state.reply for state in states.values()}.values())
+        both are likelier than 0.05 and do not end the turn, and there is room behind them."""
         rows = [reply.prompt.ids + reply.ids for reply in replies]
         firsts = [len(reply.prompt.ids) for reply in replies]
         read = zip(replies, self.next_log_probs(rows, firsts))
@@ -286,9 +305,17 @@ class Maker:
         for key, state in states.items():
             i = len(state.ids)
             log_p, tokens = (x_R2[i].tolist() for x_R2 in likeliest[id(state.reply)])
-            if log_p[1] > log(0.05) and not set(tokens) & set(self.ends):
-                found[key] = [(State(state.reply, i, x), y) for x, y in zip(tokens, log_p)]
+            if log_p[1] > log(0.05) and i + 1 < self.run.max_response_length:
+                behind = [State(state.reply, i, token) for token in tokens]
+                if not any(map(self.ends_turn, behind)):
+                    found[key] = list(zip(behind, log_p))
         return found
+
+    def ends_turn(self, state):
+        """Whether the last token in front of a place has ended its turn."""
+        stop_texts = self.task.stop_texts
+        said = torch.tensor([state.ids[state.start :]])
+        return state.ids[-1] in self.ends or bool(stop_texts and stop_texts(said, None))
 
     @torch.no_grad()
     def next_log_probs(self, rows, firsts):
@@ -319,7 +346,8 @@ class Maker:
             replies = [self.begin(state, k) for state, k in pairs]
 
             # the rest of this turn, and then as any rollout goes on
-            engine = Begun(self.engine, [state.ids[state.start :] for state, _ in pairs])
+            begun = [state.ids[state.start :] for state, _ in pairs]
+            engine = Begun(self.engine, begun, run, self.task)
             left = replace(run, max_turns=run.max_turns - turn)
             ppo_loop.roll_out(engine, self.task, replies, left, run.temperature, f"{run.seed}")
             ppo_loop.score(run, self.reward, self.phases, replies)
@@ -328,7 +356,8 @@ class Maker:
                 return_from(reply, len(state.ids), run.gamma)
                 for (state, _), reply in zip(pairs, replies)
             ]
-            for state, mine in zip(some, np.reshape(returns, (len(some), -1))):
+            shape = (len(some), self.truth.continuations)
+            for state, mine in zip(some, np.reshape(returns, shape)):
                 luck = mine.var(ddof=1)
                 value_of[state.key] = mine.mean(), luck / len(mine), luck
         return value_of
@@ -337,7 +366,8 @@ class Maker:
         """The k-th continuation of a place, at the start of its turn."""
         reply = state.reply
         ids = state.ids[: state.start]
-        new = Reply(reply.prompt, f"{state.key} {k}", ids, reply.log_probs[: state.start])
+        row_id = random.Random(f"{state.key} {k}").getrandbits(62)  # a number, for reward models
+        new = Reply(reply.prompt, row_id, ids, reply.log_probs[: state.start])
         new.turns = reply.turns[: 2 * state.turn]
         new.ends = reply.ends[: state.turn]
 
@@ -349,41 +379,47 @@ class Maker:
                 new.shown.append(token)
         return new
 
-    def exact(self, states):
+    def exact(self, states, replies):
         """As sampled, for prompts with one right text each, that earn nothing else."""
-        prompts = {tuple(x.reply.prompt.ids): x.reply.prompt for x in states.values()}
+        prompts = {id(reply.prompt): reply.prompt for reply in replies}
         tokenizer = self.task.tokenizer
         room = self.run.max_response_length
 
         # the right answers, and what they earn
-        rights = []
-        for prompt in prompts.values():
+        rights = {}
+        for key, prompt in prompts.items():
             text = self.truth.exact.format(answer=prompt.answer)
             ids = common.encode_behind(tokenizer, common.decode(tokenizer, prompt.ids), text)
-            reply = Reply(prompt, 0, ids, finished=True, text=text, turns=[text])
-            reply.ends.append(len(ids) - 1)
-            rights.append(reply)
-        ppo_loop.score(self.run, self.reward, self.phases, rights)
+            rights[key] = Reply(prompt, 0, ids, finished=True, text=text, turns=[text])
+            rights[key].ends.append(len(ids) - 1)
+        ppo_loop.score(self.run, self.reward, self.phases, list(rights.values()))
 
         # the chances of their tokens, and of an end behind them, for which there may be no room
-        rows = [reply.prompt.ids + reply.ids + [0] for reply in rights]
-        read = self.next_log_probs(rows, [len(reply.prompt.ids) for reply in rights])
+        rows = [right.prompt.ids + right.ids + [0] for right in rights.values()]
+        read = self.next_log_probs(rows, [len(prompt.ids) for prompt in prompts.values()])
         chances = {}
-        for key, reply, log_p_RV in zip(prompts, rights, read):
-            p = [float(log_p_V[x].exp()) for x, log_p_V in zip(reply.ids, log_p_RV)]
-            p.append(float(log_p_RV[-1, self.ends].exp().sum()) if len(p) < room else 1.0)
-            chances[key] = p if len(reply.ids) <= room else [0.0]
+        for (key, right), log_p_RV in zip(rights.items(), read):
+            p = [float(log_p_V[x].exp()) for x, log_p_V in zip(right.ids, log_p_RV)]
+            if len(p) < room:
+                p.append(float(log_p_RV[-1, self.ends].exp().sum()))
+            chances[key] = p if len(right.ids) <= room else [0.0] * len(p)
 
         value_of = {}
-        rights = dict(zip(prompts, rights))
         for key, state in states.items():
-            prompt = tuple(state.reply.prompt.ids)
-            right = rights[prompt]
             k = len(state.ids)
-            p = prod(chances[prompt][k:]) if state.ids == right.ids[:k] else 0.0
-            actions = len(right.ids) + (len(right.ids) < room)
-            earned = right.score * self.run.gamma ** max(0, actions - 1 - k)
+            right = rights[id(state.reply.prompt)]
+            left = chances[id(state.reply.prompt)][k:]
+            p = earned = 0.0
+            if state.ids == right.ids[:k]:
+                p = prod(left)
+                earned = right.score * self.run.gamma ** (len(left) - 1)
             value_of[key] = earned * p, 0.0, earned**2 * p * (1 - p)
+
+        # an answer may be right in other tokens, or earn something although it is wrong
+        for reply in replies:
+            right = rights[id(reply.prompt)]
+            known = reply.ids in (right.ids, *([*right.ids, end] for end in self.ends))
+            self.missed += reply.score != (right.score if known else 0.0)
         return value_of
 
     def add_log_ratios(self, replies, rows):
@@ -424,6 +460,8 @@ class Table:
         acts_T = batch.response_mask.numpy()
         row_A = batch.row_of_token.numpy()[acts_T]
         last_A = np.append(row_A[1:] != row_A[:-1], True)
+        self.place_T = np.zeros(len(acts_T), dtype=int)  # how many actions are in front
+        self.place_T[acts_T] = np.arange(len(row_A)) - np.searchsorted(row_A, row_A)
 
         # what is true of each action, and how far off that may be
         truth_A, noise_A, rewards_A, returns_A = (
@@ -444,7 +482,7 @@ class Table:
         columns = {
             "row": row_A,
             "prompt": np.array([line["prompt_number"] for line in lines])[row_A],
-            "place": np.arange(len(row_A)) - np.searchsorted(row_A, row_A),
+            "place": self.place_T[acts_T],
             "truth": truth_A,
             "noise": noise_A,
             "luck": np.array(luck_T, dtype=float)[acts_T],
@@ -463,7 +501,7 @@ class Table:
                 i, _, _, value, noise = one
                 _, _, _, other, its_noise = two
                 if abs(value - other) > max(least, 2 * (noise + its_noise) ** 0.5):
-                    key = (*line["prompt_ids"], None, *line["response_ids"][:i])
+                    key = (line["prompt_number"], *line["response_ids"][:i])
                     self.pairs[key] = (line, one, two)
         self.pairs = list(self.pairs.values())
 
@@ -480,42 +518,49 @@ class Guess(NamedTuple):
     siblings: list | None  # (more for the first, more for the second) of each pair
 
 
-def numbers(table, guess, w_P, chosen=...):
-    """{column: number} of a Guess. w_P: how often each prompt counts. chosen: which actions."""
-    w_A = w_P[table.prompt] * (1.0 if chosen is ... else chosen)
+def numbers(table, guess, w_P, chosen=None):
+    """{column: number} of a Guess. w_P: how often each prompt counts. chosen: which actions (None:
+    all, which have more columns)."""
+    truth_A = table.truth
+    of_all_A = w_P[table.prompt].astype(float)
+    w_A = of_all_A if chosen is None else of_all_A * chosen
 
     def mean(x_A, w_A=w_A):
         there = np.isfinite(x_A) & (w_A > 0)
         return np.average(x_A[there], weights=w_A[there]) if there.any() else nan
 
-    def covariance(x_A, y_A):
-        return mean(x_A * y_A) - mean(x_A) * mean(y_A)
+    def covariance(x_A, y_A, w_A=w_A):
+        return mean(x_A * y_A, w_A) - mean(x_A, w_A) * mean(y_A, w_A)
+
+    def spread(w_A=w_A):
+        x = covariance(truth_A, truth_A, w_A) - mean(table.noise, w_A)
+        return x if x > 1e-9 * mean(truth_A**2, w_A) else nan
+
+    def explained(off_A, w_A=w_A):
+        return 1 - (covariance(off_A, off_A, w_A) - mean(table.noise, w_A)) / spread(w_A)
 
     told = {}
-    truth_A = table.truth
-    noise = mean(table.noise)
     if guess.values is not None:
         v_A = guess.values
-        spread = covariance(truth_A, truth_A) - noise
         off_A = v_A - truth_A
-        told["explained"] = 1 - (covariance(off_A, off_A) - noise) / spread
-        if chosen is ...:
-            told["later"] = numbers(table, guess, w_P, table.place > 0).get("explained", nan)
+        told["explained"] = explained(off_A)
+        if chosen is None:
+            told["later"] = explained(off_A, of_all_A * (table.place > 0))
+            told["flatness"] = flatness(table, v_A, w_P)
         its_spread = covariance(v_A, v_A)
         if its_spread > 1e-12 * mean(v_A**2):
             both = covariance(v_A, truth_A)
-            told["correlation"] = both / (its_spread * spread) ** 0.5 if spread > 0 else nan
+            told["correlation"] = both / (its_spread * spread()) ** 0.5
             told["slope"] = both / its_spread
         told["bias"] = mean(off_A)
-        told["samples"] = mean(table.luck) / max(mean(off_A**2) - noise, 1e-12)
-        told["flatness"] = flatness(table, v_A, w_P)
+        told["samples"] = mean(table.luck) / max(mean(off_A**2) - mean(table.noise), 1e-12)
 
     if guess.advantages:
         for lam, advantage_A in zip(LAMBDAS, guess.advantages):
             known = np.where(np.isfinite(table.advantage), table.advantage_noise, nan)
             error = mean((advantage_A - table.advantage) ** 2) - mean(known)
             told[f"lambda {lam:g}"] = max(error, 0.0) ** 0.5
-    if guess.siblings and table.pairs:
+    if guess.siblings and table.pairs and chosen is None:
         w = np.array([w_P[line["prompt_number"]] for line, _, _ in table.pairs], dtype=float)
         better = np.sign([one[3] - two[3] for _, one, two in table.pairs])
         said = np.sign([x - y for x, y in guess.siblings])
@@ -526,32 +571,35 @@ def numbers(table, guess, w_P, chosen=...):
 def flatness(table, v_A, w_P):
     """The mean variance of values within an answer over that of the true values."""
     n_B = np.bincount(table.row)
-    several = n_B > 1
-    first_B = np.searchsorted(table.row, np.arange(len(n_B)))[several]
-    w_B = w_P[table.prompt[first_B]]
+    first_B = np.searchsorted(table.row, np.arange(len(n_B)))
+    w_B = np.where(n_B > 1, w_P[table.prompt[first_B]], 0)
+    if not w_B.any():
+        return nan
 
     def mean_of_rows(x_A):
-        return np.bincount(table.row, x_A) / np.maximum(n_B, 1)
+        return np.bincount(table.row, x_A) / n_B
 
     def within(x_A):
         left_A = x_A - mean_of_rows(x_A)[table.row]
-        var_B = np.bincount(table.row, left_A**2)[several] / (n_B[several] - 1)
+        var_B = np.bincount(table.row, left_A**2) / np.maximum(n_B - 1, 1)
         return np.average(var_B, weights=w_B)
 
-    noise = np.average(mean_of_rows(table.noise)[several], weights=w_B)
-    return within(v_A) / (within(table.truth) - noise)
+    spread = within(table.truth) - np.average(mean_of_rows(table.noise), weights=w_B)
+    return within(v_A) / spread if spread > 1e-9 * np.mean(table.truth**2) else nan
 
 
-def with_errors(table, guess, chosen=...):
+def with_errors(table, guess, chosen=None):
     """{column: (number, standard error)}: the second one by a bootstrap over prompts."""
     prompts = table.prompt.max() + 1
     rng = np.random.default_rng(0)
     draws = rng.multinomial(prompts, np.full(prompts, 1 / prompts), DRAWS)
     drawn = [numbers(table, guess, w_P, chosen) for w_P in draws]
-    told = numbers(table, guess, np.ones(prompts), chosen)
-    return {
-        name: (x, np.nanstd([other.get(name, nan) for other in drawn])) for name, x in told.items()
-    }
+    told = {}
+    for name, x in numbers(table, guess, np.ones(prompts), chosen).items():
+        others = np.array([other.get(name, nan) for other in drawn])
+        others = others[np.isfinite(others)]
+        told[name] = (x, others.std() if len(others) else nan)
+    return told
 
 
 def guesses(table, lines, batch, gamma):
@@ -571,14 +619,11 @@ def guesses(table, lines, batch, gamma):
         others_B = (np.bincount(prompt_B, score_B)[prompt_B] - score_B) / (n_P - 1)
         found["mean of the other answers"] = guess(others_B[row_T])
 
-    place_T = np.zeros(len(row_T), dtype=int)
-    acts_T = table.acts
-    row_A = row_T[acts_T]
-    place_T[acts_T] = np.arange(len(row_A)) - np.searchsorted(row_A, row_A)
-    returns_T = common.monte_carlo(batch, gamma).double().numpy()
-    n = np.bincount(place_T[acts_T])
-    means = np.bincount(place_T[acts_T], returns_T[acts_T]) / np.maximum(n, 1)
-    found["mean of the place"] = guess(means[place_T])
+    # one place is like the same one of other answers
+    returns_A = common.monte_carlo(batch, gamma).double().numpy()[table.acts]
+    place_A = table.place_T[table.acts]
+    means = np.bincount(place_A, returns_A) / np.bincount(place_A)
+    found["mean of the place"] = guess(means[table.place_T])
 
     # an advantage up to a factor, which is the best one here; values are its sums
     if "log_ratio" in lines[0]:
@@ -602,8 +647,8 @@ def advantages_of(table, batch, v_T, gamma):
     """GAE of these values, with each of LAMBDAS."""
     found = []
     values = torch.where(batch.response_mask, torch.as_tensor(v_T, dtype=torch.float32), 0.0)
+    batch = replace(batch, values=values)
     for lam in LAMBDAS:
-        batch = replace(batch, values=values)
         common.add_returns(batch, gamma, lam)
         found.append(table.column(batch.advantages))
     return found
@@ -619,10 +664,16 @@ def critic_config(run, folder):
     return replace(config, value_head=head, value_head_init="checkpoint", value_range=None)
 
 
-def ask(table, run, folder, file):
+def ask(table, batch, lines, run, folder, file):
     """(rows of the file with a critic's values, its Guess, its tokenizer) (a collective)."""
     worker = critic_fsdp.CriticWorker(critic_config(run, folder))
     worker.init_model(1)
+    texts = [
+        (line["prompt_text"].strip(), common.decode(worker.tokenizer, line["prompt_ids"]))
+        for line in lines
+    ]
+    if not any(text in whole for text, whole in texts):
+        raise UserError(f"--critic {folder}: has other token ids than the policy")
     read = partial(common.read_rows, tokenizer=worker.tokenizer, hint_key=run.privileged_key)
 
     # what the critic says behind each of two siblings, in front of any action
@@ -637,21 +688,26 @@ def ask(table, run, folder, file):
             children.append(json.dumps(child))
 
     rows = read(str(file), flag="--out")
-    batches = [rows, read(children)] if children else [rows]
-    worker.set_budget(max(batch.longest[0] for batch in batches), "the longest answer")
-    for batch in batches:
-        batch.values = common.compute_together(worker, batch)
+    behind = read(children) if children else rows
+    worker.set_budget(max(rows.longest[0], behind.longest[0]), "the longest answer")
+    rows.values = common.compute_together(worker, rows)
     siblings = None
     if children:
-        v_A = batches[1].values[batches[1].response_mask]
-        siblings = v_A.view(-1, 2).tolist()
-    advantages = advantages_of(table, rows, rows.values, run.gamma)
-    return rows, Guess(table.column(rows.values), advantages, siblings), worker.tokenizer
+        values_T = common.compute_together(worker, behind)
+        siblings = values_T[behind.response_mask].view(-1, 2).tolist()
+
+    # with --privileged-key, the critic's prompts are longer
+    values_T = ppo_loop.move_actions(rows.values, rows, batch)
+    advantages = advantages_of(table, batch, values_T, run.gamma)
+    return rows, Guess(table.column(values_T), advantages, siblings), worker.tokenizer
 
 
 def judge(truth, run):
     """Prints what critics and simpler guesses know of the true values, adds it to truth.json, and
     writes a report of the first critic (a collective)."""
+    made = truth.out / "made.json"
+    if made.exists() and json.loads(made.read_text())["gamma"] != run.gamma:
+        raise UserError(f"--gamma {run.gamma}: the true values in {truth.out} are of another")
     file = truth.out / "truth.jsonl"
     lines = lines_of(file)
     batch = common.read_rows(str(file), None, flag="--out")
@@ -661,7 +717,7 @@ def judge(truth, run):
     found = {}
     report = None
     for folder in truth.critic:
-        rows, found[folder], tokenizer = ask(table, run, folder, file)
+        rows, found[folder], tokenizer = ask(table, batch, lines, run, folder, file)
         report = report or (rows, "answers with true values", tokenizer, run.gamma)
     found |= guesses(table, lines, batch, run.gamma)
     if RANK:
@@ -675,9 +731,11 @@ def judge(truth, run):
         places[place] = {"states": int(chosen.sum()), "spread": spread_of(table, chosen)} | mine
     tell_places(places, truth.critic)
 
-    # earlier critics stay
+    # earlier critics of the same true values stay
     result = truth.out / "truth.json"
     there = json.loads(result.read_text()) if result.exists() else {}
+    if there.get("states") != len(table.truth):
+        there = {}
     there.setdefault("guesses", {}).update(told)
     for place, mine in places.items():
         there.setdefault("places", {}).setdefault(place, {}).update(mine)
