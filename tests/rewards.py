@@ -118,3 +118,25 @@ ODD = {
     "dict": "return {'score': 0.5}",
     "signals": "import os; os.kill(os.getppid(), 0); return 0.5",
 }
+
+
+def tosses(prompt, response, answer):
+    """How often the response has the letter of the answer."""
+    return float(response.count(answer))
+
+
+def tosses_by_turn(prompt, response, answer, turns):
+    """tosses of each turn of the policy."""
+    return [float(text.count(answer)) for text in turns[::2]]
+
+
+def says_more(prompt, response, answer, turns):
+    """An environment that replies + or -- to a turn, by its letters, and gives half a point for each
+    h; a turn without letters is the last one."""
+    says = {"h": "+", "t": "--"}.get(turns[-1][-1:])
+    return says, turns[-1].count("h") / 2
+
+
+def right_but_for_t(prompt, response, answer):
+    """1 if the response is the answer, after which a t may stand."""
+    return float(response.removesuffix("t") == answer)

@@ -18,6 +18,7 @@ report of the first critic. A run that was stopped goes on.
 import json
 import pathlib
 import random
+import zlib
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -232,9 +233,11 @@ class Maker:
             self.ends += [i for i, x in enumerate(texts) if any(stop in x for stop in run.stop)]
         self.missed = 0  # answers that earn something else than --exact says
 
-        # the sum of the bits of all weights
-        bits = sum(int(x.cpu().view(torch.int32).sum()) for _, x in self.policy.weights())
-        self.checksum = f"{bits % 2**64:016x}"
+        # of the bits of all weights
+        checksum = 0
+        for _, x in self.policy.weights():
+            checksum = zlib.crc32(x.cpu().contiguous().numpy(), checksum)
+        self.checksum = f"{checksum:08x}"
 
     def rows(self, numbered):
         """Answers to (number, Prompt) pairs, with true values, as lines of truth.jsonl (a
@@ -394,15 +397,18 @@ class Maker:
             rights[key].ends.append(len(ids) - 1)
         ppo_loop.score(self.run, self.reward, self.phases, list(rights.values()))
 
-        # the chances of their tokens, and of an end behind them, for which there may be no room
+        # the chances of their tokens, and of an end behind them, unless it is there, or has no room
         rows = [right.prompt.ids + right.ids + [0] for right in rights.values()]
         read = self.next_log_probs(rows, [len(prompt.ids) for prompt in prompts.values()])
         chances = {}
         for (key, right), log_p_RV in zip(rights.items(), read):
             p = [float(log_p_V[x].exp()) for x, log_p_V in zip(right.ids, log_p_RV)]
-            if len(p) < room:
+            *early, last = [x in self.ends for x in [0, *right.ids]]
+            if len(p) > room or any(early):
+                p = [0.0] * len(p)
+            elif len(p) < room and not last:
                 p.append(float(log_p_RV[-1, self.ends].exp().sum()))
-            chances[key] = p if len(right.ids) <= room else [0.0] * len(p)
+            chances[key] = p
 
         value_of = {}
         for key, state in states.items():
