@@ -329,8 +329,8 @@ class Maker:
         at_once = max(1, ppo_loop.LOGITS_AT_ONCE // (longest * self.task.known))
         for i in range(0, len(rows), at_once):
             some = [torch.tensor(ids, device=self.device) for ids in rows[i : i + at_once]]
-            mask_BL = pad_sequence([torch.ones_like(ids) for ids in some], True)
-            out = self.reader.model(pad_sequence(some, True), mask_BL, use_cache=False)
+            inputs = {"attention_mask": pad_sequence([torch.ones_like(ids) for ids in some], True)}
+            out = self.reader.model(pad_sequence(some, True), **inputs, use_cache=False)
 
             # a token is drawn from the logits of the one before it
             for ids, first, logits_LV in zip(some, firsts[i:], out.logits):
@@ -753,13 +753,14 @@ def judge(truth, run):
 def known_of(table):
     """What there is to know, whatever a critic does."""
     ones = np.ones(table.prompt.max() + 1)
-    first = table.place == 0
-    reward = table.returns[first].var()
+    noise_A = table.noise
+    off_A = table.returns - table.truth
+    first_A = table.place == 0
+    in_all, in_answers = (x.var() or nan for x in (table.returns, table.returns[first_A]))
     return {
-        "knowable": 1
-        - (np.var(table.returns - table.truth) - table.noise.mean()) / table.returns.var(),
+        "knowable": 1 - (off_A.var() - noise_A.mean()) / in_all,
         "advantage": numbers(table, Guess(None, [0 * table.truth], None), ones)["lambda 0"],
-        "inside": 1 - (table.truth[first].var() - table.noise[first].mean()) / reward,
+        "inside": 1 - (table.truth[first_A].var() - noise_A[first_A].mean()) / in_answers,
     }
 
 
