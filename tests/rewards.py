@@ -131,10 +131,10 @@ def tosses_by_turn(prompt, response, answer, turns):
 
 
 def says_more(prompt, response, answer, turns):
-    """An environment that replies + or -- to a turn, by its letters, and gives half a point for each
-    h; a turn without letters is the last one."""
+    """An environment that replies + or -- to the last letter of a turn, and gives half a point for
+    each letter; a turn without letters is the last one."""
     says = {"h": "+", "t": "--"}.get(turns[-1][-1:])
-    return says, turns[-1].count("h") / 2
+    return says, len(turns[-1]) / 2
 
 
 def right_but_for_t(prompt, response, answer):

@@ -604,7 +604,7 @@ def with_errors(table, guess, chosen=None):
     for name, x in numbers(table, guess, np.ones(prompts), chosen).items():
         others = np.array([other.get(name, nan) for other in drawn])
         others = others[np.isfinite(others)]
-        told[name] = (x, others.std() if len(others) else nan)
+        told[name] = (x, others.std() if len(others) and prompts > 1 else nan)
     return told
 
 
