@@ -66,6 +66,7 @@ def save_policy(folder, chances):
 
     # the last norm scales a unit vector by the root of its size
     head_VD /= math.sqrt(config.hidden_size)
+    lm.generation_config.eos_token_id = [0, EOS]  # 0 is never drawn
     lm.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -137,14 +138,18 @@ def by_hand(case, answer, turns, room, before):
 def place_of(case, line, i):
     """(turns, room, last letter) in front of a token of an answer in truth.jsonl."""
     turns = [""]
-    for token, acts in [*zip(line["response_ids"], line["response_mask"])][: i + 1]:
+    before = "="
+    for token, acts in [*zip(line["response_ids"], line["response_mask"])][:i]:
         if acts != len(turns) % 2:
             turns.append("")
-        turns[-1] += TOKENIZER.decode([token] if token != EOS else [])
-    last = line["response_ids"][i]
-    if last != EOS:
-        turns[-1] = turns[-1][:-1]
-    return turns, case.max_response_length - i, ([*"=", *"".join(turns)])[-1]
+        letter = TOKENIZER.decode([token] if token != EOS else [])
+        turns[-1] += letter
+        before = letter or before
+
+    # behind an observation, the policy begins a turn
+    if len(turns) % 2 == 0:
+        turns.append("")
+    return turns, case.max_response_length - i, before
 
 
 def of_rings(names, *quick):
@@ -314,6 +319,25 @@ def test_states_are_spread_evenly(tmp_path):
         assert other["truth"] == expected
 
 
+def test_log_ratios_are_those_of_both_policies(tmp_path):
+    """At each action, at the temperature; observations have none."""
+    case = Case(**TURNS, temperature=0.7)
+    other = case._replace(chances=CHAIN | {"h": {"h": 0.2, "t": 0.3, "": 0.5}})
+    save_policy(tmp_path / "reference", other.chances)
+    different = 0
+    for line in made(case, tmp_path, continuations=2, reference=f"{tmp_path}/reference"):
+        for i, (token, acts) in enumerate(zip(line["response_ids"], line["response_mask"])):
+            expected = 0.0
+            if acts:
+                _, _, before = place_of(case, line, i)
+                letter = TOKENIZER.decode([token] if token != EOS else [])
+                expected = math.log(drawn(case, before)[letter] / drawn(other, before)[letter])
+            assert math.isclose(line["log_ratio"][i], expected, abs_tol=1e-4)
+            different += expected != 0
+    assert different > 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("exact", [None, "{answer}"], ids=["sampled", "exact"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(exact, tmp_path, monkeypatch):
     """Wherever the file was cut; so does one with fewer prompts."""
@@ -365,11 +389,12 @@ def test_true_values_that_were_made_in_another_way_are_refused(tmp_path):
     save_policy(tmp_path / "other", CHAIN | {"h": {"h": 0.5, "t": 0.3, "": 0.2}})
     for words, flags, fields in (
         ("another policy;", "", {"policy": f"{tmp_path}/other"}),
-        ("another answers;", "", {"answers": 2}),
-        ("another states, exact;", "", {"states": 1, "exact": "{answer}"}),
-        ("another temperature, top_p;", "--temperature 0.7 --top-p 0.9", {}),
-        ("another stop, seed;", "--stop t --seed 1", {}),
-        ("another max_response_length, gamma;", "--max-response-length 5 --gamma 0.9", {}),
+        ("another answers, states, exact;", "", {"answers": 2, "states": 1, "exact": "{answer}"}),
+        (
+            "another temperature, top_p, stop, max_response_length, gamma, seed;",
+            "--temperature 0.7 --top-p 0.9 --stop t --max-response-length 5 --gamma 0.9 --seed 1",
+            {},
+        ),
     ):
         with refused(words):
             made(Case(), tmp_path, flags.split(), **asked | fields)
@@ -453,7 +478,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize("name", of_rings(HEADS, "bins", "reads the answer"))
 def test_a_critic_is_asked_at_each_place_and_behind_both_siblings(name, tmp_path):
     """Its folder has the values that it had when it was exported."""
     key = "answer" if name == "reads the answer" else None

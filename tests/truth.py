@@ -403,7 +403,7 @@ class Maker:
         chances = {}
         for (key, right), log_p_RV in zip(rights.items(), read):
             p = [float(log_p_V[x].exp()) for x, log_p_V in zip(right.ids, log_p_RV)]
-            *early, last = [x in self.ends for x in [0, *right.ids]]
+            *early, last = [False, *(x in self.ends for x in right.ids)]
             if len(p) > room or any(early):
                 p = [0.0] * len(p)
             elif len(p) < room and not last:
