@@ -131,10 +131,10 @@ def tosses_by_turn(prompt, response, answer, turns):
 
 
 def says_more(prompt, response, answer, turns):
-    """An environment that replies + or -- to the last letter of a turn, and gives half a point for
-    each letter; a turn without letters is the last one."""
+    """An environment that replies + or -- to the last letter of a turn, and gives a point for each
+    letter of the turn, and of all; a turn without letters is the last one."""
     says = {"h": "+", "t": "--"}.get(turns[-1][-1:])
-    return says, len(turns[-1]) / 2
+    return says, len(turns[-1]) + len(response)
 
 
 def right_but_for_t(prompt, response, answer):

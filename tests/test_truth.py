@@ -111,7 +111,7 @@ def futures(case, turns, room, before, acted=0, ends=()):
         else:
             says, bonus = None, 0.0
             if over and case.environment and (len(now) + 1) // 2 < case.max_turns:
-                says, bonus = getattr(rewards, case.environment)("", "", "", now)
+                says, bonus = getattr(rewards, case.environment)("", "".join(now), "", now)
             mine = (*ends, (acted, bonus))
             left = room - 1 - len(says or "")
             rest = [(1.0, now, mine)]
@@ -223,6 +223,9 @@ def test_sampled_values_are_within_their_error_of_those_by_hand(name, tmp_path):
     for (answer, *_), (value, noise, luck, place) in found.items():
         mean, variance = by_hand(case, answer, *place)
         assert math.isclose(luck, noise * k, rel_tol=1e-9)
+        if place[1] == 1 and case.gamma == 1.0 and not case.environment:
+            f = value % 1  # how often the last letter counts
+            assert math.isclose(luck, f * (1 - f) * k / (k - 1), abs_tol=1e-9)
         if variance < 1e-12:
             assert math.isclose(value, mean, abs_tol=1e-6) and luck < 1e-12
         else:
