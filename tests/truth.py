@@ -118,11 +118,8 @@ def make(truth, task, maker):
     if asked != [(prompt.ids, prompt.answer) for prompt in prompts[: len(asked)]]:
         raise UserError(f"--out {truth.out}: has true values of other prompts; give another folder")
 
-    # prompts that are whole; a part of AT_ONCE is made again, so that numbers round alike
     prompts = prompts[: truth.most]
-    whole = len(there) // truth.answers
-    if whole < len(prompts):
-        whole -= whole % (AT_ONCE * WORLD_SIZE)
+    whole = len(there) // truth.answers  # prompts; the last may have been cut off
     if WORLD_SIZE > 1:
         dist.barrier()
     if RANK == 0:
