@@ -794,6 +794,11 @@ def test_errors_are_those_of_drawing_the_prompts_again(monkeypatch):
     number, error = truth.with_errors(table, truth.Guess(v_A, None, None))["bias"]
     assert number == pytest.approx(off_A.mean()) and error == pytest.approx(np.std(drawn), rel=0.1)
 
+    # of a single prompt nobody knows
+    table, _ = table_of(some_lines(prompts=1), 1.0)
+    _, error = truth.with_errors(table, truth.Guess(0 * table.truth, None, None))["bias"]
+    assert math.isnan(error)
+
 
 @pytest.mark.parametrize("flat", [False, True], ids=["values", "pure noise"])
 def test_numbers_of_estimates_are_on_average_those_of_exact_values(flat):
