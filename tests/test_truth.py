@@ -782,13 +782,13 @@ def test_what_there_is_to_know_is_that_of_a_plain_loop():
 
 
 def test_errors_are_those_of_drawing_the_prompts_again(monkeypatch):
-    monkeypatch.setattr(truth, "DRAWS", 2000)
+    monkeypatch.setattr(truth, "DRAWS", 500)
     lines = some_lines(prompts=12)
     table, _ = table_of(lines, 1.0)
     v_A = np.random.default_rng(2).normal(size=len(table.truth))
     off_A, rng = v_A - table.truth, np.random.default_rng(3)
     drawn = []
-    for _ in range(2000):
+    for _ in range(500):
         picked = [off_A[table.prompt == i] for i in rng.integers(0, 12, 12)]
         drawn.append(np.concatenate(picked).mean())
     number, error = truth.with_errors(table, truth.Guess(v_A, None, None))["bias"]
