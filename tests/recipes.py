@@ -30,7 +30,7 @@ RECIPES = {
     "head at 0": "--value-head-init zero",
     "head at the mean return": MEAN,
     "at the mean: bounded values": f"{MEAN} --value-head bounded",
-    "head at 0: bins (HL-Gauss)": "--value-head-init zero --value-head hl_gauss",
+    "the head is random: bins (HL-Gauss)": "--value-head-init normal --value-head hl_gauss",
     "at the mean: value places 0.3, 0.6 and 0.9": f"{MEAN} --value-places 0.3 0.6 0.9",
     "at the mean: lambda 0.95": f"{MEAN} --lam 0.95",
     "at the mean: reads the right answer": f"{MEAN} --privileged-key answer",
@@ -42,6 +42,7 @@ RECIPES = {
     "at the mean: a quarter of the updates": f"{MEAN} --steps {{quarter}}",
     "at the mean: four times the updates": f"{MEAN} --steps {{four}}",
 }
+ASKED = 32  # steps of PPO, in which only the critic learns, for answers to sums
 COLUMNS = ("explained", "later", "correlation", "flatness", "siblings", "samples", "lambda 1")
 
 
@@ -68,8 +69,8 @@ def addition(data):
     """8,192 answers of the supervised actor of ppo_loop.py."""
     asked = data / "asked"
     if not (data / "train.jsonl").exists():
-        flags = "--steps 32 --critic-warmup 32 --dump-rollouts --eval-every 0 --out-dir {asked}"
-        call("ppo_loop.py", flags, asked=asked)
+        flags = f"--steps {ASKED} --critic-warmup {ASKED} --dump-rollouts --eval-every 0"
+        call("ppo_loop.py", flags + " --out-dir {asked}", asked=asked)
         dumps = sorted((asked / "rollouts").glob("*.jsonl"))
         (data / "train.jsonl").write_text("".join(file.read_text() for file in dumps))
     truth = "--exact {{answer}}"
