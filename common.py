@@ -4266,8 +4266,11 @@ article { border-top: 1px solid #8888; padding: 0.5em 0; overflow-wrap: anywhere
 .text { font-family: monospace; white-space: pre-wrap; max-height: 60vh; overflow: auto; }
 .quiet { opacity: 0.65; }
 .worst { text-decoration: underline 2px; }
-.true { border-bottom: 0.5em solid #8883; padding-bottom: 2px; background-clip: content-box; }
-.text:has(.true) { line-height: 2; }
+.true {
+  border-bottom: 0.5em solid #0000; box-shadow: 0 1px #8888;
+  padding-bottom: 2px; background-clip: content-box;
+}
+.text:has(.true) { line-height: 2; padding-bottom: 0.5em; }
 [data-told]:is(:hover, :focus) { outline: 2px solid; }
 [data-told]:is(:hover, :focus)::after {
   content: attr(data-told); position: fixed; inset: auto 0 0; z-index: 1; padding: 1em;
@@ -4315,7 +4318,7 @@ after: {{ after.response }}</div>
 <p>The colour of a token is the value just before it, from {{ coloured(ends[0]) }} or less to
 {{ coloured(ends[1]) }} or more. Point at it or tap it for its numbers. The error is largest at the
 underlined token: the value is far from the next one, or at the end from the reward.</p>
-{% if true %}
+{% if truth %}
 <p>The bar below a token is the true value at its place, in the same colours: the mean reward of all
 ways in which the policy goes on from there. Both rows should agree. Where values keep one colour
 while the bars change, the critic is flat: it follows the prompt, but not the answer.</p>
@@ -4330,7 +4333,7 @@ Look for values that jump where nothing is decided, or stay the same whatever is
 <div class="text"><span class="quiet">{{ row.before }}</span>
 {%- for token in row.tokens -%}
 <span tabindex="0" class="{{ token.kind }}" style="background-color:{{ token.colour }}
-{%- if token.true %};border-color:{{ token.true }}{% endif %}"
+{%- if token.truth %};border-color:{{ token.truth }}{% endif %}"
  data-told="{{ token.told }}">{{ token.text }}</span>
 {%- endfor %}{{ row.rest }}</div>
 </article>
@@ -4373,7 +4376,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
         ends=ends,
         colour=lambda x: colour_of(x, *ends),
-        true=rows.truth is not None,
+        truth=rows.truth is not None,
         sections=sections,
     )
     page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
@@ -4522,7 +4525,7 @@ def row_to_show(row, decode, ends):
             token["kind"] = "worst" if t == worst else ""
         if acts and isfinite(true):
             token["told"] += f", true value {true:z.3g}"
-            token["true"] = colour_of(true, *ends)
+            token["truth"] = colour_of(true, *ends)
             token["kind"] += " true"
         tokens.append(token)
 
