@@ -176,7 +176,7 @@ class Batch:
     old_log_probs: Floats = None
     ref_log_probs: Floats = None
     rollout_log_probs: Floats = None  # as reported by the rollout engine
-    truth: Floats = None  # what the values should be, NaN where nobody knows; see against_truth
+    truth: Floats = None  # what the values should be, NaN where they are unknown; see against_truth
     truth_noise: Floats = None  # the variance of these numbers, 0 where they are exact
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
