@@ -505,7 +505,7 @@ def test_true_values_are_bars_on_the_scale_of_the_values():
 def test_a_page_speaks_of_true_values_only_if_there_are_any(known, tmp_path):
     """Those of a file may be of rows that are not shown."""
     rows = judged_rows(60, 20)
-    rows.truth = torch.full_like(rows.values, math.nan)
+    rows.truth = torch.where(rows.response_mask, math.nan, 0.5)
     rows.truth_noise = torch.zeros_like(rows.values)
     if known:
         rows.truth[rows.response_mask] = torch.arange(int(rows.response_mask.sum())) / 1000
