@@ -484,7 +484,7 @@ def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
 def test_true_values_are_bars_on_the_scale_of_the_values():
     """Where they are known: a flat critic is pale next to bright bars, and the other way round."""
     orange, blue, middle = "#f97316a6", "#2563eba6", "#f9731600"
-    truth = [math.nan, 0.0, 1.0, 0.5, math.nan, 0.0]
+    truth = [50.0, 0.0, 1.0, 0.5, math.nan, -50.0]
     for values, colours, bars in (
         ([0.0, 0.4, 0.6, 0.4, 0.6, 0.4], ("#f9731621", "#2563eb21"), (orange, blue, middle)),
         ([0.0, -9.5, 10.5, -9.5, 10.5, -9.5], (orange, blue), ("#f9731608", "#2563eb08", middle)),

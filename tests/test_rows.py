@@ -434,7 +434,7 @@ def test_what_is_scored_is_no_pipe_because_it_is_read_twice():
 
 # ---- True values ---------------------------------------------------------------------------------
 
-ANSWER = {"prompt": "1+1=", "response": "02", "reward": 1.0}  # three tokens, with the end
+SUM = {"prompt": "1+1=", "response": "02", "reward": 1.0}  # three tokens, with the end
 TRUE = {"truth": [0.25, None, 1], "truth_noise": [0.125, None, 0]}
 
 
@@ -455,7 +455,7 @@ def columns_of(rows, name):
 ], ids=["text", "ids", "a text that was cut off", "text that does not act"])  # fmt: skip
 def test_true_values_are_read_where_a_row_has_them(response):
     """Null is unknown, and so is all of a row that has none."""
-    lines = [json.dumps(x) for x in (ANSWER, ANSWER | TRUE | response, ANSWER | TRUE)]
+    lines = [json.dumps(x) for x in (SUM, SUM | TRUE | response, SUM | TRUE)]
     rows = common.read_rows(lines, a_tokenizer())
     known = [0.25, None, 1.0]
     assert columns_of(rows, "truth") == [[None] * 3, known, known]
@@ -464,15 +464,15 @@ def test_true_values_are_read_where_a_row_has_them(response):
 
 
 def test_true_values_are_exact_unless_their_noise_is_given():
-    row = ANSWER | {"truth": [0.25, None, 1]}
+    row = SUM | {"truth": [0.25, None, 1]}
     assert columns_of(common.read_rows([json.dumps(row)], a_tokenizer()), "truth_noise") == [
         [0.0] * 3
     ]
 
 
 @pytest.mark.parametrize("row", [
-    ANSWER, ANSWER | {"truth": [None] * 3},
-    ANSWER | {"response": "0+2", "response_mask": [1, 0, 0, 0], "truth": [None, 1, 1, 1]},
+    SUM, SUM | {"truth": [None] * 3},
+    SUM | {"response": "0+2", "response_mask": [1, 0, 0, 0], "truth": [None, 1, 1, 1]},
 ], ids=["no truth", "all null", "only where nothing acts"])  # fmt: skip
 def test_rows_without_true_values_have_no_column_of_them(row):
     rows = common.read_rows([json.dumps(row)] * 2, a_tokenizer())
@@ -489,7 +489,7 @@ def test_rows_without_true_values_have_no_column_of_them(row):
 ])  # fmt: skip
 def test_true_values_that_do_not_fit_are_refused_by_name(more, words):
     with refused(words, begin="toy:2: "):
-        common.read_rows([json.dumps(ANSWER | x) for x in (TRUE, more)], a_tokenizer())
+        common.read_rows([json.dumps(SUM | x) for x in (TRUE, more)], a_tokenizer())
 
 
 @SCRIPTS
