@@ -12,6 +12,7 @@ import sys
 import types
 
 import browser
+import matplotlib.pyplot as plt
 import pytest
 import tokenizers
 import torch
@@ -331,6 +332,16 @@ def test_bars_of_true_values_lie_between_the_lines(tmp_path):
     tops = sorted({top: bottom for top, bottom in boxes}.items())
     assert len(tops) > 8 and tops[-1][1] < end
     assert all(bottom <= top for (_, bottom), (top, _) in zip(tops, tops[1:]))
+
+
+@needs_browser
+def test_a_picture_shows_its_part_of_a_page(tmp_path):
+    box = "position: absolute; left: 1000px; top: 1300px; width: 200px; height: 100px"
+    (tmp_path / "page.html").write_text(f"<div style='background: red; {box}'>")
+    browser.picture(tmp_path / "page.html", tmp_path / "page.png", 1000, 1300, 200, 100)
+    pixels = plt.imread(tmp_path / "page.png")
+    assert pixels.shape == (100, 200, 3)
+    assert (pixels == (1, 0, 0)).all()
 
 
 def test_one_value_far_off_leaves_the_other_colours_as_they_are():
