@@ -176,7 +176,7 @@ class Batch:
     old_log_probs: Floats = None
     ref_log_probs: Floats = None
     rollout_log_probs: Floats = None  # as reported by the rollout engine
-    truth: Floats = None  # what the values should be, NaN where nobody knows; see against_truth
+    truth: Floats = None  # what the values should be, NaN where they are unknown; see against_truth
     truth_noise: Floats = None  # the variance of these numbers, 0 where they are exact
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
@@ -2715,8 +2715,8 @@ class Logger:
         if "eval/knowable" in m:
             print0(
                 f"  knows {explained_number(m['eval/truth_explained_var'])} of what can be known"
-                f" ({number(m['eval/knowable'], '.3f')}), flatness"
-                f" {number(m['eval/flatness'], '.3f')}"
+                f" ({number(m['eval/knowable'], '.3f')} of returns), flatness"
+                f" {number(m['eval/flatness'], '.3f')} (0 is flat, 1 is right)"
             )
 
 
@@ -4081,10 +4081,9 @@ def toy_truth(answer, right, wrong, error_rate):
 
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
-    "what can be known": "explained variance of the true values, which no critic exceeds",
-    "known of it": "explained variance of the true values by the critic",
-    "flatness": "spread of values within an answer over that of the true values: 1 is right, near 0"
-    " the critic sees only the prompt",
+    "what can be known": "explained variance if all values were the true ones: no critic has more",
+    "known of that": "the critic's share of it: explained variance of the true values",
+    "flatness": "variance of values within an answer, over the true one: 0 is flat, 1 is right",
     "at the first action": "explained variance where only the prompt is known",
     "its ceiling": "an estimate of the most that can be explained at the first action",
     "AUC": "chance that the last value of a right response is above that of a wrong one",
@@ -4197,7 +4196,7 @@ def numbers_of(rows, gamma):
     values = {
         "explained variance": m["eval/explained_var"],
         "what can be known": m.get("eval/knowable", nan),
-        "known of it": m.get("eval/truth_explained_var", nan),
+        "known of that": m.get("eval/truth_explained_var", nan),
         "flatness": m.get("eval/flatness", nan),
         "at the first action": explained_variance(v_A[first], r_A[first]),
         "its ceiling": ceiling(rows),
@@ -4207,7 +4206,7 @@ def numbers_of(rows, gamma):
         "oracle of n": m["eval/oracle_of_n"],
     }
     numbers = {name: number(x, ".3f") for name, x in values.items() if not isnan(x)}
-    for name in ("explained variance", "known of it", "at the first action"):
+    for name in ("explained variance", "known of that", "at the first action"):
         if name in numbers:
             numbers[name] = explained_number(values[name])
 
@@ -4267,6 +4266,11 @@ article { border-top: 1px solid #8888; padding: 0.5em 0; overflow-wrap: anywhere
 .text { font-family: monospace; white-space: pre-wrap; max-height: 60vh; overflow: auto; }
 .quiet { opacity: 0.65; }
 .worst { text-decoration: underline 2px; }
+.true {
+  border-bottom: 0.5em solid #0000; box-shadow: 0 1px #8888;
+  padding-bottom: 2px; background-clip: content-box;
+}
+.text:has(.true) { line-height: 2; padding-bottom: 0.5em; }
 [data-told]:is(:hover, :focus) { outline: 2px solid; }
 [data-told]:is(:hover, :focus)::after {
   content: attr(data-told); position: fixed; inset: auto 0 0; z-index: 1; padding: 1em;
@@ -4314,15 +4318,22 @@ after: {{ after.response }}</div>
 <p>The colour of a token is the value just before it, from {{ coloured(ends[0]) }} or less to
 {{ coloured(ends[1]) }} or more. Point at it or tap it for its numbers. The error is largest at the
 underlined token: the value is far from the next one, or at the end from the reward.</p>
+{% if truth %}
+<p>The bar below a token is the true value at its place, in the same colours: the mean reward of all
+ways in which the policy goes on from there. Both rows should agree. Where values keep one colour
+while the bars change, the critic is flat: it follows the prompt, but not the answer.</p>
+{% else %}
 <p>A good critic ends near the reward, and changes its mind where the answer turns right or wrong.
 Look for values that jump where nothing is decided, or stay the same whatever is written.</p>
+{% endif %}
 {% for title, some in sections if some %}
 <h3>{{ title }}</h3>
 {% for row in some %}
 <article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}, reward {{ coloured(row.reward) }}
 <div class="text"><span class="quiet">{{ row.before }}</span>
 {%- for token in row.tokens -%}
-<span tabindex="0" class="{{ token.kind }}" style="background:{{ token.colour }}"
+<span tabindex="0" class="{{ token.kind }}" style="background-color:{{ token.colour }}
+{%- if token.truth %};border-color:{{ token.truth }}{% endif %}"
  data-told="{{ token.told }}">{{ token.text }}</span>
 {%- endfor %}{{ row.rest }}</div>
 </article>
@@ -4347,11 +4358,13 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
     rows = replace(rows)
     add_returns(rows, gamma, lam=0.0)  # with lambda 0 advantages are TD errors
     rows.returns = monte_carlo(rows, gamma)
+    if rows.truth is not None and not rows.truth[rows.response_mask].isfinite().any():
+        rows.truth = None  # others of the file have true values
 
     # what stands on the page
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     numbers, advice = numbers_of(rows, gamma)
-    ends = value_range(v_A)
+    ends = ends_of_colours(rows)
     sections = zip(("The largest errors", "Typical rows"), rows_to_show(rows, tokenizer))
     page = PAGE.stream(
         title=out_dir,
@@ -4363,6 +4376,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
         ends=ends,
         colour=lambda x: colour_of(x, *ends),
+        truth=rows.truth is not None,
         sections=sections,
     )
     page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
@@ -4427,9 +4441,19 @@ def draw_panel(panel, title, lines):
         panel.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=2, frameon=False)
 
 
+def ends_of_colours(rows):
+    """(low, high), of values and true values alike: on a scale of its own, a flat critic would have
+    as much colour as the truth."""
+    ends = [value_range(rows.values[rows.response_mask])]
+    if rows.truth is not None:
+        ends.append(value_range(rows.truth[rows.response_mask & rows.truth.isfinite()]))
+    lows, highs = zip(*ends)
+    return min(lows), max(highs)
+
+
 def value_range(v_A):
-    """(low, high), the ends of the colours: the 5% and the 95% quantile, so that one outlier does
-    not make all other values pale."""
+    """(low, high), the 5% and the 95% quantile, so that one outlier does not make all other values
+    pale."""
     last = len(v_A) - 1
     low = float(v_A.kthvalue(1 + round(0.05 * last)).values)
     high = float(v_A.kthvalue(1 + round(0.95 * last)).values)
@@ -4454,7 +4478,7 @@ def rows_to_show(rows, tokenizer):
     decode = lambda ids: "".join(f"{i} " for i in ids)
     if tokenizer:
         decode = partial(tokenizer.decode, clean_up_tokenization_spaces=False)
-    ends = value_range(rows.values[rows.response_mask])
+    ends = ends_of_colours(rows)
 
     # rows with an action, those with the largest errors first; the typical ones begin in the middle
     errors = [float(x_T.abs().max()) for x_T in rows.advantages.split(rows.lengths)]
@@ -4489,15 +4513,20 @@ def row_to_show(row, decode, ends):
     if len(before) > MOST_SHOWN:
         before = "…" + before[-MOST_SHOWN:]
 
-    columns = (row.response_mask, row.values, row.returns, row.advantages)
+    truth_T = torch.full_like(row.values, nan) if row.truth is None else row.truth
+    columns = (row.response_mask, row.values, row.returns, row.advantages, truth_T)
     columns = [x_T[start:end].tolist() for x_T in columns]
     tokens = []
-    for t, (text, acts, v, r, error) in enumerate(zip(texts, *columns), start):
+    for t, (text, acts, v, r, error, true) in enumerate(zip(texts, *columns), start):
         token = {"text": text, "told": "not an action", "colour": "", "kind": "quiet"}
         if acts:
             token["told"] = f"value {v:z.3g}, return {r:z.3g}, TD error {error:z.3g}"
             token["colour"] = colour_of(v, *ends)
             token["kind"] = "worst" if t == worst else ""
+        if acts and isfinite(true):
+            token["told"] += f", true value {true:z.3g}"
+            token["truth"] = colour_of(true, *ends)
+            token["kind"] += " true"
         tokens.append(token)
 
     return {

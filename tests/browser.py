@@ -1,6 +1,10 @@
 """A real browser for the tests: headless Chromium, driven over two pipes by its DevTools
-protocol."""
+protocol.
 
+python tests/browser.py FILE.html FILE.png X Y WIDTH HEIGHT    a picture of a part of a page
+"""
+
+import base64
 import contextlib
 import fcntl
 import itertools
@@ -10,6 +14,7 @@ import pathlib
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -99,3 +104,15 @@ def press_tab(call):
     """Presses the Tab key."""
     for kind in ("rawKeyDown", "keyUp"):
         call("Input.dispatchKeyEvent", type=kind, key="Tab", code="Tab", windowsVirtualKeyCode=9)
+
+
+def picture(path, file, x, y, width, height):
+    """Writes a part of a page, which is 1200 pixels wide, as PNG. x, y: its upper left corner."""
+    clip = {"x": x, "y": y, "width": width, "height": height, "scale": 1}
+    with page(path) as call:
+        taken = call("Page.captureScreenshot", clip=clip, captureBeyondViewport=True)
+    pathlib.Path(file).write_bytes(base64.b64decode(taken["data"]))
+
+
+if __name__ == "__main__":
+    picture(*sys.argv[1:3], *map(float, sys.argv[3:]))

@@ -1169,6 +1169,165 @@ def test_toy_rows_follow_their_rule():
         assert sum(right[carries]) / len(right[carries]) == pytest.approx(share, abs=0.03)
 
 
+@pytest.mark.parametrize("gives_up", [True, False])
+def test_true_values_of_the_toy_are_shares_of_its_right_answers(gives_up):
+    """Of 2,000 answers to each of 8 prompts, those that begin alike are counted."""
+    slips = (0.7, 0.2)
+    fixed = (16_000, 0, False, slips, 2000, gives_up)
+    lines = common.toy_rows(*fixed, tokenizer=common.char_tokenizer())
+    rows = [json.loads(line) for line in lines]
+    assert {row["truth"][0] for row in rows} == {1 - slip for slip in slips}
+    for first in range(0, 16_000, 2000):
+        answers = rows[first : first + 2000]
+        texts = {row["response"]: row["truth"] for row in answers}
+        assert len({row["prompt"] for row in answers}) == 1 and len(texts) == 2
+        for text, truth in texts.items():
+            assert len(truth) == len(text) + 1
+            for k, true in enumerate(truth):
+                alike = [row["reward"] for row in answers if row["response"].startswith(text[:k])]
+                error = math.sqrt(true * (1 - true) / len(alike))
+                assert sum(alike) / len(alike) == pytest.approx(true, abs=4 * error), (text, k)
+
+    # one answer may go on where the other ends
+    assert common.toy_truth("10", "102", "10", 0.25) == [0.75, 0.75, 0.75]
+    assert common.toy_truth("102", "102", "10", 0.25) == [0.75, 0.75, 0.75, 1.0]
+
+
+def tokenizer_of_digits(merges, **special):
+    """It reads these pairs of digits as one token each."""
+    words = [*"0123456789+=", *("".join(pair) for pair in merges), "<eos>"]
+    core = tokenizers.models.BPE({word: i for i, word in enumerate(words)}, merges)
+    core = tokenizers.Tokenizer(core)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=core, **special)
+
+
+@pytest.mark.parametrize("merges, special, known", [
+    ([], {"eos_token": "<eos>"}, True), ([], {}, False),
+    ([("1", "0")], {"eos_token": "<eos>"}, False),
+])  # fmt: skip
+def test_the_toy_has_true_values_where_each_digit_and_the_end_is_a_token(merges, special, known):
+    """The answers are the same for any tokenizer."""
+    tokenizer = tokenizer_of_digits(merges, **special)
+    lines = common.toy_rows(64, 0, tokenizer=tokenizer)
+    rows = [json.loads(line) for line in lines]
+    assert [row.pop("truth", None) is not None for row in rows] == [known] * 64
+    assert [json.dumps(row) for row in rows] == common.toy_rows(64, 0)
+
+    batch = common.read_rows(lines, tokenizer)
+    assert (batch.truth is not None) == known
+    if known:
+        assert torch.equal(batch.truth.isfinite() & batch.response_mask, batch.response_mask)
+
+
+# ---- Critics against the truth -------------------------------------------------------------------
+
+AGAINST_TRUTH = ("eval/truth_explained_var", "eval/knowable", "eval/flatness")
+
+
+def test_numbers_against_the_truth_equal_a_plain_loop():
+    """Of the actions whose true value is known: a row has none, one or more of them. What stands at
+    other places does not count."""
+    rows, gamma = random_batch(60), 0.9
+    g = torch.Generator().manual_seed(1)
+    rows.truth = 2 * torch.randn(len(rows.values), generator=g)
+    rows.truth[torch.rand(len(rows.values), generator=g) < 0.8] = math.nan
+    rows.truth_noise = torch.rand(len(rows.values), generator=g)
+    rows.values = torch.randn(len(rows.values), generator=g)
+
+    found = []  # of each row: (value, true value, noise, return) where it is known
+    for actions in actions_of(rows):
+        ahead = 0.0
+        found.append([])
+        for t in reversed(actions):
+            ahead = float(rows.token_level_rewards[t]) + gamma * ahead
+            if not math.isnan(rows.truth[t]):
+                columns = (rows.values, rows.truth, rows.truth_noise)
+                found[-1].append((*(float(x_T[t]) for x_T in columns), ahead))
+    assert {0, 1, 2, 3} < {len(row) for row in found}
+
+    v, truth, noise, r = (np.array(x) for x in zip(*itertools.chain(*found)))
+    spread = truth.var() - noise.mean()
+    several = [np.array(row).T for row in found if len(row) > 1]
+    within = np.mean([truth.var(ddof=1) - noise.mean() for _, truth, noise, _ in several])
+    expected = {
+        "eval/truth_explained_var": 1 - ((truth - v).var() - noise.mean()) / spread,
+        "eval/knowable": 1 - ((r - truth).var() - noise.mean()) / r.var(),
+        "eval/flatness": np.mean([v.var(ddof=1) for v, *_ in several]) / within,
+    }
+    told = common.evaluate(rows, gamma)
+    assert {name: told[name] for name in AGAINST_TRUTH} == pytest.approx(expected, rel=1e-5)
+
+    rows.truth = None
+    assert not set(AGAINST_TRUTH) & common.evaluate(rows, gamma).keys()
+
+
+def rows_of_coins(n=4000, places=3):
+    """Rows whose true values are random, and returns that are right so often. Between two actions
+    the return changes, as if each had a coin of its own."""
+    g = torch.Generator().manual_seed(0)
+    truth = torch.rand(n, 1, generator=g) / 2 + torch.rand(n, places, generator=g) / 2
+    returns = torch.bernoulli(truth, generator=g)
+    rewards = returns - F.pad(returns[:, 1:], (0, 1))
+    zeros = torch.zeros(n, places)
+    rows = flat(
+        torch.ones(n, places),
+        truth=truth,
+        truth_noise=zeros,
+        values=truth,
+        token_level_rewards=rewards,
+    )
+    return rows, truth, returns
+
+
+def told_of(rows, **columns):
+    """The three numbers of rows with other columns."""
+    rows = dataclasses.replace(rows, **{name: flatten(x_BR) for name, x_BR in columns.items()})
+    told = common.against_truth(rows, 1.0)
+    return [told[name] for name in AGAINST_TRUTH]
+
+
+def test_critics_that_are_known_have_the_numbers_that_they_should():
+    """The true values, those plus noise, the mean of each row, a constant."""
+    rows, truth, returns = rows_of_coins()
+    spread = float(truth.var(correction=0))
+    within = float(truth.var(1).mean())
+    knowable = 1 - float((returns - truth).var() / returns.var())
+    near = lambda *x: pytest.approx(x, abs=1e-5)
+    assert told_of(rows) == near(1, knowable, 1)
+    assert told_of(rows, values=0 * truth + 0.25) == near(0, knowable, 0)
+
+    means = truth.mean(1, keepdim=True).expand_as(truth)
+    between = float(means.var(correction=0)) / spread
+    assert told_of(rows, values=means) == near(between, knowable, 0)
+
+    noise = 0.3 * torch.randn(truth.shape, generator=torch.Generator().manual_seed(1))
+    expected = (1 - 0.09 / spread, knowable, 1 + 0.09 / within)
+    assert told_of(rows, values=truth + noise) == pytest.approx(expected, abs=0.06)
+
+
+def test_true_values_that_are_estimates_give_the_numbers_of_the_exact_ones():
+    """The mean of a few samples of each place instead of its true value, over many draws."""
+    rows, truth, _ = rows_of_coins()
+    g = torch.Generator().manual_seed(2)
+    values = 0.5 * truth + 0.1 * torch.randn(truth.shape, generator=g)
+    exact = told_of(rows, values=values)
+    drawn = []
+    for _ in range(40):
+        samples = torch.bernoulli(truth.expand(4, *truth.shape), generator=g)
+        noise = samples.var(0) / 4
+        drawn.append(told_of(rows, values=values, truth=samples.mean(0), truth_noise=noise))
+    assert np.mean(drawn, axis=0) == pytest.approx(exact, abs=0.005)
+
+    # the noise is as large as the spread
+    assert told_of(rows, truth=samples.mean(0)) != pytest.approx(exact, abs=0.2)
+
+
+def test_true_values_that_are_equal_leave_nothing_to_explain():
+    rows, truth, _ = rows_of_coins(10)
+    explained, knowable, flatness = told_of(rows, truth=0 * truth + 0.5)
+    assert math.isnan(explained) and math.isnan(flatness) and math.isfinite(knowable)
+
+
 def test_the_five_tokens_of_the_reading_path():
     """The table's numbers are right, to all digits that are shown."""
     common.setup_distributed()

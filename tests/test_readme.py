@@ -19,6 +19,7 @@ from statistics import fmean
 import bench
 import pytest
 import torch.distributed as dist
+import truth
 import tyro
 from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun
 from ppo_scenarios import metrics_of
@@ -72,7 +73,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu card vllm test convert board diff"
+    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -174,7 +175,7 @@ def test_what_the_first_screen_says_is_in_results():
     chance = r"A random answer is right (\S+) of the time, the majority (\S+) \("
     greedy = re.search(r"The model's one greedy answer is right (\S+),", section)[1]
     numbers = (best, *reversed(re.search(chance, section).groups()), greedy)
-    words = "picture is right {} of the time, the majority's {}, a random one {}."
+    words = "critic's choice is right {} of the time, the majority's {}, a random one {}."
     words += " The model's greedy answer is right {}."
     rounded = [f"{float(x):.2f}" for x in numbers]
     assert words.format(*rounded) in README.replace("\n  ", " ")
@@ -300,6 +301,14 @@ def check_start(out):
     assert rising[-1] > 0.4 and rising[-1] > rising[1] > rising[0], rising
     assert held_out(README)[0] == pytest.approx(rising[-1], abs=0.03)
 
+    # what the true values say at the end
+    line = r"^  knows (\S+) of what can be known \((\S+) of returns\), flatness (\S+) \("
+    numbers = [re.findall(line, text, flags=re.M)[-1] for text in (README, out)]
+    shown, found = (list(map(float, some)) for some in numbers)
+    assert shown == pytest.approx(found, abs=0.05)
+    words = f"explain {shown[1]}, and the critic knows {100 * shown[0]:.0f} % of what can be known"
+    assert words in README.replace("\n", " ")
+
 
 def check_longest(out):
     """Before PPO the accuracy is that of the README, and after 20 steps not above its end."""
@@ -362,6 +371,30 @@ def test_command_runs(line, copy, ppo):
         check_ppo_on_gsm8k(copy)
     if re.match(r".* critic_fsdp.py .*gsm8k", line):
         check_critic_on_gsm8k(copy, out)
+
+
+@pytest.mark.slow
+def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
+    """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
+    [first, export] = [line for kind, line in COMMANDS if kind == "truth"]
+    succeeded(ended(ppo))
+    steps = str(STEPS[rf"{LONGEST}$"])
+    saved = succeeded(ended(started(re.sub(r"(step_|--steps )60", rf"\g<1>{steps}", export), copy)))
+    assert saved.splitlines()[-1].startswith(f"saved      out/step_{steps}: ")
+
+    told = []
+    for folder in ("ppo_loop", f"step_{steps}"):
+        line = first.replace("ppo_loop", folder).replace("out/truth", f"out/truth_{folder}")
+        line = line.replace("tests/truth.py", str(ROOT / "tests" / "truth.py"))
+        said = succeeded(ended(started(f"{line} --out out/truth_{folder} --most 16", copy)))
+        told.append(re.search(rf"^\| out/{folder}/critic_hf (\|.*)$", said, flags=re.M)[1])
+    assert told[0] == told[1]
+
+    # each column of the table is on the page
+    columns = re.search(r"^\| \|(.*)\|$", said, flags=re.M)[1].replace("lambda ", "").split("|")
+    shown = PAGES["truth.md"].partition("| column | what it tells |")[2].partition("\n\n")[0]
+    names = ", ".join(re.findall(r"^\| ([^|-]+) \|", shown, flags=re.M)).replace("lambda ", "")
+    assert [name.strip() for name in columns] == names.split(", ")
 
 
 @pytest.mark.slow
@@ -509,5 +542,8 @@ def test_command_for_gpus_has_flags_that_exist(line, monkeypatch):
         # those GPUs have vLLM, if not this machine
         monkeypatch.setattr(importlib.util, "find_spec", bool)
         ppo_loop.check_layout(flags)
+    elif script is truth:
+        _, rest = tyro.cli(truth.Truth, args=args, return_unknown_args=True)
+        assert ppo_loop.parse(rest).prompts
     else:
         script.check_layout(tyro.cli(script.Run, args=args).critic, ranks)

@@ -12,6 +12,7 @@ import sys
 import types
 
 import browser
+import matplotlib.pyplot as plt
 import pytest
 import tokenizers
 import torch
@@ -82,6 +83,18 @@ def test_every_number_equals_a_plain_loop(gamma, tmp_path):
         "best of n": statistics.fmean(max(group, key=lambda x: x[1])[2] for group in several),
         "mean of n": statistics.fmean(statistics.fmean(x[2] for x in group) for group in several),
         "oracle of n": statistics.fmean(max(x[2] for x in group) for group in several),
+    }
+    _, numbers = write(tmp_path, rows, gamma=gamma)
+    assert {name: float(x) for name, x in numbers.items()} == same(expected, abs=1e-3)
+
+    # test_common.py compares these with a loop
+    rows.truth = rows.returns + 0.25 * rows.values
+    rows.truth_noise = torch.full_like(rows.values, 0.01)
+    told = common.against_truth(rows, gamma)
+    expected |= {
+        "what can be known": told["eval/knowable"],
+        "known of that": told["eval/truth_explained_var"],
+        "flatness": told["eval/flatness"],
     }
     _, numbers = write(tmp_path, rows, gamma=gamma)
     assert {name: float(numbers[name]) for name in common.NUMBERS} == same(expected, abs=1e-3)
@@ -296,6 +309,41 @@ def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
             assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
 
 
+@pytest.mark.slow
+@needs_browser
+def test_bars_of_true_values_lie_between_the_lines(tmp_path):
+    """Of a text that wraps, and ends below the last bar. The colour of the value ends above it."""
+    rows = judged_rows(4, 2, longest=300)
+    rows.truth = torch.where(rows.response_mask, rows.returns, math.nan)
+    rows.truth_noise = torch.zeros_like(rows.truth)
+    write(tmp_path, rows)
+    with browser.page(tmp_path / "report.html") as call:
+        set_form(call, 390, "light")
+        ask = lambda expression: browser.evaluate(call, expression)
+        boxes = ask(
+            "[...document.querySelectorAll('article:first-of-type .true')]"
+            ".flatMap(x => [...x.getClientRects()]).map(x => [x.top, x.bottom])"
+        )
+        end = ask("document.querySelector('.text').getBoundingClientRect().bottom")
+        style = "getComputedStyle(document.querySelector('.true')).{}"
+        assert ask(style.format("backgroundClip")) == "content-box"
+        assert float(ask(style.format("borderBottomWidth")).removesuffix("px")) >= 5
+
+    tops = sorted({top: bottom for top, bottom in boxes}.items())
+    assert len(tops) > 8 and tops[-1][1] < end
+    assert all(bottom <= top for (_, bottom), (top, _) in zip(tops, tops[1:]))
+
+
+@needs_browser
+def test_a_picture_shows_its_part_of_a_page(tmp_path):
+    box = "position: absolute; left: 1000px; top: 1300px; width: 200px; height: 100px"
+    (tmp_path / "page.html").write_text(f"<div style='background: red; {box}'>")
+    browser.picture(tmp_path / "page.html", tmp_path / "page.png", 1000, 1300, 200, 100)
+    pixels = plt.imread(tmp_path / "page.png")
+    assert pixels.shape == (100, 200, 3)
+    assert (pixels == (1, 0, 0)).all()
+
+
 def test_one_value_far_off_leaves_the_other_colours_as_they_are():
     """The colours end at the 5% and 95% quantiles."""
     values = [i / 1000 for i in range(1000)]
@@ -442,6 +490,41 @@ def test_long_rows_are_cut_around_their_largest_error_and_stay_apart():
     told = "value 4, return 4, TD error 4"  # a bit below the middle of 0 and 9
     token = {"text": "6500 ", "told": told, "colour": "#f9731612", "kind": "worst"}
     assert marked == [(1000, token)]
+
+
+def test_true_values_are_bars_on_the_scale_of_the_values():
+    """Where they are known: a flat critic is pale next to bright bars, and the other way round."""
+    orange, blue, middle = "#f97316a6", "#2563eba6", "#f9731600"
+    truth = [50.0, 0.0, 1.0, 0.5, math.nan, -50.0]
+    for values, colours, bars in (
+        ([0.0, 0.4, 0.6, 0.4, 0.6, 0.4], ("#f9731621", "#2563eb21"), (orange, blue, middle)),
+        ([0.0, -9.5, 10.5, -9.5, 10.5, -9.5], (orange, blue), ("#f9731608", "#2563eb08", middle)),
+    ):
+        row = a_row(range(6), 1, dict(enumerate(values)))
+        row.response_mask[5] = False  # what is said of others' tokens does not count
+        row.truth = torch.tensor(truth)
+        [[shown], _] = common.rows_to_show(row, None)
+        tokens = shown["tokens"]
+        assert [token["colour"] for token in tokens] == [*colours * 2, ""]
+        assert [token.get("truth") for token in tokens] == [*bars, None, None]
+        assert ["true" in token["kind"].split() for token in tokens] == [True] * 3 + [False] * 2
+        told = [token["told"].partition(", true value ")[2] for token in tokens]
+        assert told == ["0", "1", "0.5", "", ""]
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_page_speaks_of_true_values_only_if_there_are_any(known, tmp_path):
+    """Those of a file may be of rows that are not shown."""
+    rows = judged_rows(60, 20)
+    rows.truth = torch.where(rows.response_mask, math.nan, 0.5)
+    rows.truth_noise = torch.zeros_like(rows.values)
+    if known:
+        rows.truth[rows.response_mask] = torch.arange(int(rows.response_mask.sum())) / 1000
+    text, numbers = write(tmp_path, rows)
+    words = ("The bar below a token", "border-color:", ", true value 0.")
+    assert [word in text for word in words] == [known] * 3
+    assert ("A good critic ends near the reward" in text) != known
+    assert ("flatness" in numbers) == known
 
 
 def test_a_cut_through_a_character_shows_no_part_of_it():

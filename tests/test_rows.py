@@ -4,6 +4,7 @@ import codecs
 import dataclasses
 import json
 import os
+import re
 from functools import partial
 
 import numpy
@@ -429,6 +430,88 @@ def test_what_is_scored_is_no_pipe_because_it_is_read_twice():
     with refused("can read only a file, not a pipe", begin=f"--score /dev/fd/{pipe}"):
         common.read_rows(f"/dev/fd/{pipe}", a_tokenizer(), flag="--score")
     os.close(pipe)
+
+
+# ---- True values ---------------------------------------------------------------------------------
+
+SUM = {"prompt": "1+1=", "response": "02", "reward": 1.0}  # three tokens, with the end
+TRUE = {"truth": [0.25, None, 1], "truth_noise": [0.125, None, 0]}
+
+
+def columns_of(rows, name):
+    """[what a column has for the actions] of each row; None is NaN."""
+    x_B = getattr(rows, name).split(rows.lengths)
+    acts_B = rows.response_mask.split(rows.lengths)
+    columns = [x_T[acts_T].tolist() for x_T, acts_T in zip(x_B, acts_B)]
+    return [[None if x != x else x for x in column] for column in columns]
+
+
+@pytest.mark.parametrize("response", [
+    {"response": "02"},
+    {"response": None, "response_ids": [7, 8, 9]},
+    {"response": "024", "truncated": True},
+    {"response": "0+24", "response_mask": [1, 0, 1, 0, 1],
+     "truth": [0.25, 7, None, None, 1], "truth_noise": [0.125, 7, None, None, 0]},
+], ids=["text", "ids", "a text that was cut off", "text that does not act"])  # fmt: skip
+def test_true_values_are_read_where_a_row_has_them(response):
+    """Null is unknown, and so is all of a row that has none."""
+    lines = [json.dumps(x) for x in (SUM, SUM | TRUE | response, SUM | TRUE)]
+    rows = common.read_rows(lines, a_tokenizer())
+    known = [0.25, None, 1.0]
+    assert columns_of(rows, "truth") == [[None] * 3, known, known]
+    assert columns_of(rows, "truth_noise")[0] == [0.0] * 3
+    assert [noise[::2] for noise in columns_of(rows, "truth_noise")[1:]] == [[0.125, 0.0]] * 2
+
+
+def test_true_values_are_exact_unless_their_noise_is_given():
+    row = SUM | {"truth": [0.25, None, 1]}
+    assert columns_of(common.read_rows([json.dumps(row)], a_tokenizer()), "truth_noise") == [
+        [0.0] * 3
+    ]
+
+
+@pytest.mark.parametrize("row", [
+    SUM, SUM | {"truth": [None] * 3},
+    SUM | {"response": "0+2", "response_mask": [1, 0, 0, 0], "truth": [None, 1, 1, 1]},
+], ids=["no truth", "all null", "only where nothing acts"])  # fmt: skip
+def test_rows_without_true_values_have_no_column_of_them(row):
+    rows = common.read_rows([json.dumps(row)] * 2, a_tokenizer())
+    assert rows.truth is None and rows.truth_noise is None
+    rows.values = rows.token_level_rewards.clone()
+    assert "eval/knowable" not in common.evaluate(rows, 1.0)
+
+
+@pytest.mark.parametrize("more, words", [
+    ({"truth": [0.5, 1]}, "truth has 2 entries, the response has 3 tokens"),
+    (TRUE | {"truth_noise": [0.1] * 4}, "truth_noise has 4 entries, the response has 3 tokens"),
+    ({"truth": [0.5, "1", 1]}, 'truth: must be a valid number, not "1"'),
+    ({"truth": 0.5}, "truth: must be a valid array, not 0.5"),
+])  # fmt: skip
+def test_true_values_that_do_not_fit_are_refused_by_name(more, words):
+    with refused(words, begin="toy:2: "):
+        common.read_rows([json.dumps(SUM | x) for x in (TRUE, more)], a_tokenizer())
+
+
+@SCRIPTS
+def test_a_critic_without_flags_is_judged_by_true_values(script, capsys, tmp_path):
+    """Its held-out rows have them at each action, and the line of an evaluation tells of them."""
+    made = script.CriticWorker(script.Config())
+    made.tokenizer = common.char_tokenizer()
+    train, held_out = script.load_rows(script.Run(), made)
+    assert train.truth is None
+
+    # the chance of a right answer at first, and the reward at the end; a wrong answer with which
+    # the right one begins tells nothing
+    truth = columns_of(held_out, "truth")
+    rewards = [sum(x) for x in columns_of(held_out, "token_level_rewards")]
+    assert {round(true[0], 6) for true in truth} == {0.3, 0.8}
+    assert all(true[-1] in (reward, true[0]) for true, reward in zip(truth, rewards))
+    assert sum(true[-1] == reward for true, reward in zip(truth, rewards)) > 500
+
+    held_out.values = held_out.truth * 0.5
+    common.Logger(str(tmp_path / "out"), {}, 0, None).log_evaluation(1, held_out, 1.0)
+    line = r"^  knows 0\.750 of what can be known \(0\.754 of returns\), flatness 0\.250 \("
+    assert re.search(line, capsys.readouterr().out, flags=re.M)
 
 
 # ---- Batches made by hand ------------------------------------------------------------------------
