@@ -4037,7 +4037,9 @@ def toy_rows(n, seed, held_out=False, slips=(0.7, 0.2), answers=4, gives_up=True
     number, or without gives_up it forgets the carry, or is off by one. tokenizer: if it has a token
     for each digit and one for the end, rows have the true value of each token."""
     by_digit = tokenizer is not None and tokenizer.eos_token_id is not None
-    by_digit = by_digit and len(tokenizer.encode("100", add_special_tokens=False)) == 3
+    for number in map(str, range(10, 200)):
+        ids = tokenizer.encode(number, add_special_tokens=False) if by_digit else []
+        by_digit = len(ids) == len(number)
     with_carry, without_carry = slips
     rng = Random(f"toy {seed} {held_out}")
     lines = []

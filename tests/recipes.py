@@ -115,7 +115,9 @@ def run(job):
         shutil.copy(truth / "truth.jsonl", judged)
         hint = "--privileged-key answer" if "--privileged-key" in flags else ""
         call(
-            "tests/truth.py", f"--critic {{folder}}/hf --out {{folder}}/truth {hint}", folder=folder
+            "tests/truth.py",
+            f"--critic {{folder}}/hf --out-dir {{folder}}/truth {hint}",
+            folder=folder,
         )
         for name in ("hf", "checkpoints"):  # of a pretrained model, they take gigabytes
             shutil.rmtree(folder / name)
@@ -140,7 +142,7 @@ def recipes(
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     task = TASKS[task](data)
-    truth = f"--policy {{policy}} {task.truth} --out {{out}}/truth"
+    truth = f"--policy {{policy}} {task.truth} --out-dir {{out}}/truth"
     call("tests/truth.py", truth, policy=task.policy, out=out)
 
     # one seed after another, so that a table of all recipes is there soon

@@ -384,9 +384,9 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
 
     told = []
     for folder in ("ppo_loop", f"step_{steps}"):
-        line = first.replace("ppo_loop", folder).replace("out/truth", f"out/truth_{folder}")
+        line = first.replace("ppo_loop", folder)
         line = line.replace("tests/truth.py", str(ROOT / "tests" / "truth.py"))
-        said = succeeded(ended(started(f"{line} --out out/truth_{folder} --most 16", copy)))
+        said = succeeded(ended(started(f"{line} --out-dir out/truth_{folder} --most 16", copy)))
         told.append(re.search(rf"^\| out/{folder}/critic_hf (\|.*)$", said, flags=re.M)[1])
     assert told[0] == told[1]
 

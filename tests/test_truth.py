@@ -177,9 +177,9 @@ def flags_of(case, folder, prompts=PROMPTS):
 
 def made(case, folder, flags=(), prompts=PROMPTS, **fields):
     """Makes true values of a case -> the lines of truth.jsonl."""
-    fields = {"policy": f"{folder}/policy", "out": folder / "truth", **fields}
+    fields = {"policy": f"{folder}/policy", "out_dir": folder / "truth", **fields}
     truth.main(truth.Truth(**fields), [*flags_of(case, folder, prompts), *flags])
-    return truth.lines_of(fields["out"] / "truth.jsonl")
+    return truth.lines_of(fields["out_dir"] / "truth.jsonl")
 
 
 TURNS = {"environment": "says_more", "max_response_length": 7}
@@ -304,7 +304,7 @@ def test_the_samples_of_a_place_depend_on_nothing_else(tmp_path):
     whole = values_of(made(case, tmp_path, answers=8, continuations=4))
     out = tmp_path / "other"
     more = ["--rollout-batch-size", "7"]
-    few = values_of(made(case, tmp_path, more, answers=5, continuations=4, states=2, out=out))
+    few = values_of(made(case, tmp_path, more, answers=5, continuations=4, states=2, out_dir=out))
     both = whole.keys() & few.keys()
     assert len(both) > 10 and all(whole[key] == few[key] for key in both)
 
@@ -312,7 +312,7 @@ def test_the_samples_of_a_place_depend_on_nothing_else(tmp_path):
 def test_states_are_spread_evenly(tmp_path):
     case = CASES["turns, and rewards of an environment"]
     whole = made(case, tmp_path, continuations=2)
-    some = made(case, tmp_path, continuations=2, states=3, out=tmp_path / "some")
+    some = made(case, tmp_path, continuations=2, states=3, out_dir=tmp_path / "some")
     assert max(sum(x["response_mask"]) for x in whole) > 4
     for line, other in zip(whole, some, strict=True):
         actions = [i for i, acts in enumerate(line["response_mask"]) if acts]
@@ -357,8 +357,8 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(exact, tmp_path, monkey
         assert file.read_bytes() == whole
 
     out = tmp_path / "few"
-    assert len(made(Case(), tmp_path, **asked, out=out, most=3)) == 6
-    made(Case(), tmp_path, **asked, out=out)
+    assert len(made(Case(), tmp_path, **asked, out_dir=out, most=3)) == 6
+    made(Case(), tmp_path, **asked, out_dir=out)
     assert (out / "truth.jsonl").read_bytes() == whole
 
     # what is there already stays as it is
@@ -374,7 +374,7 @@ def test_two_ranks_make_the_values_of_one(tmp_path):
     asked = {"continuations": 4, "answers": 3}
     alone = made(case, tmp_path, **asked)
     flags = flags_of(case, tmp_path)
-    words = ["--policy", tmp_path / "policy", "--out", tmp_path / "two"]
+    words = ["--policy", tmp_path / "policy", "--out-dir", tmp_path / "two"]
     words += [x for name, n in asked.items() for x in (f"--{name}", n)]
     for most in (1, 3):
         more = ["--most", most, *flags]
@@ -407,9 +407,9 @@ def test_true_values_that_were_made_in_another_way_are_refused(tmp_path):
 
     # without --policy they are only judged, with the same discount
     flags = flags_of(Case(), tmp_path)
-    truth.main(truth.Truth(out=tmp_path / "truth"), flags)
+    truth.main(truth.Truth(out_dir=tmp_path / "truth"), flags)
     with refused("--gamma 0.9: the true values in "):
-        truth.main(truth.Truth(out=tmp_path / "truth"), [*flags, "--gamma", "0.9"])
+        truth.main(truth.Truth(out_dir=tmp_path / "truth"), [*flags, "--gamma", "0.9"])
 
 
 @pytest.mark.parametrize("words, flags, fields", [
@@ -461,7 +461,7 @@ def test_a_reward_model_rates_continuations(tmp_path):
     flags = [*flags_of(Case(SURE), tmp_path), "--reward-model", f"{tmp_path}/judge"]
     at = flags.index("--reward")
     del flags[at : at + 4]
-    where = {"policy": f"{tmp_path}/policy", "out": tmp_path / "truth"}
+    where = {"policy": f"{tmp_path}/policy", "out_dir": tmp_path / "truth"}
     truth.main(truth.Truth(**where, continuations=2), flags)
     lm = AutoModelForTokenClassification.from_pretrained(tmp_path / "judge")
     for line in truth.lines_of(tmp_path / "truth" / "truth.jsonl"):
@@ -513,7 +513,7 @@ def test_a_critic_is_asked_at_each_place_and_behind_both_siblings(name, tmp_path
         assert said == pytest.approx(last, abs=1e-5)
 
     # an unlike critic stays in truth.json, unless there are other true values
-    where = truth.Truth(critic=(f"{tmp_path}/critic",), out=tmp_path / "truth")
+    where = truth.Truth(critic=(f"{tmp_path}/critic",), out_dir=tmp_path / "truth")
     truth.judge(where, run)
     truth.judge(dataclasses.replace(where, critic=()), run)
     told = json.loads((tmp_path / "truth" / "truth.json").read_text())["guesses"]
@@ -555,7 +555,7 @@ def test_exact_values_of_the_adder_are_within_the_error_of_samples(tmp_path):
     asked = {"policy": str(tmp_path / "hf"), "most": 40, "answers": 2}
     found = []
     for name, fields in (("exact", {"exact": "{answer}"}), ("sampled", {"continuations": 64})):
-        truth.main(truth.Truth(out=tmp_path / name, **asked, **fields), [])
+        truth.main(truth.Truth(out_dir=tmp_path / name, **asked, **fields), [])
         found.append(values_of(truth.lines_of(tmp_path / name / "truth.jsonl")))
     z = []
     for key, (value, _, luck) in found[0].items():

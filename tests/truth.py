@@ -11,8 +11,8 @@ of --continuations more samples, as in VinePPO (2410.01679), or, where only one 
 chance that the policy writes the rest of it (--exact). Then critics are compared with that, next to
 simpler guesses. The task is told by the flags of ppo_loop.py; torchrun spreads prompts over ranks.
 
---out gets the answers in truth.jsonl, as rows for critic_fsdp.py, the numbers in truth.json, and a
-report of the first critic. A run that was stopped goes on.
+--out-dir gets the answers in truth.jsonl, as rows for critic_fsdp.py, the numbers in truth.json,
+and a report of the first critic. A run that was stopped goes on.
 """
 
 import json
@@ -43,7 +43,9 @@ AT_ONCE = 8  # prompts of a rank, between two writes
 class Truth:
     """What to make, and what to compare with it. More flags are those of ppo_loop.py."""
 
-    policy: str | None = None  # folder of the policy (None: the true values are in --out already)
+    policy: str | None = (
+        None  # folder of the policy (None: the true values are in --out-dir already)
+    )
     critic: tuple[str, ...] = ()  # folders of critics (none: only simpler guesses are compared)
     # folder of the policy's reference, to compare log(pi / pi_ref), too
     reference: str | None = None
@@ -53,7 +55,7 @@ class Truth:
     continuations: int = 32  # samples of each place
     # the text of the only right response, where {answer} is that of the row: no samples
     exact: str | None = None
-    out: pathlib.Path = pathlib.Path("out/truth")
+    out_dir: pathlib.Path = pathlib.Path("out/truth")
 
 
 def main(truth, flags):
@@ -61,7 +63,8 @@ def main(truth, flags):
     if not truth.policy:
         judge(truth, ppo_loop.parse(flags))
         return
-    run = ppo_loop.parse([*flags, "--actor.model", truth.policy])
+    out = ["--out-dir", str(truth.out_dir)]
+    run = ppo_loop.parse([*flags, "--actor.model", truth.policy, *out])
     run, task = ppo_loop.set_up(run)
     if truth.exact and (task.observe or run.reward_model):
         raise UserError("--exact: goes with a reward function, and without --environment")
@@ -74,7 +77,7 @@ def main(truth, flags):
         raise UserError("--prompts: have images, but true values are made of texts only")
 
     maker = Maker(truth, run, task)
-    truth.out.mkdir(parents=True, exist_ok=True)
+    truth.out_dir.mkdir(parents=True, exist_ok=True)
     claim(truth, run, maker.checksum)
     make(truth, task, maker)
     judge(truth, run)
@@ -97,13 +100,13 @@ def claim(truth, run, policy):
     made = json.loads(json.dumps(made))
 
     # all ranks have looked before rank 0 writes
-    file = truth.out / "made.json"
+    file = truth.out_dir / "made.json"
     if file.exists():
         before = json.loads(file.read_text())
         other = ", ".join(name for name in made if made[name] != before.get(name))
         if other:
             words = f"has true values of another {other}"
-            raise UserError(f"--out {truth.out}: {words}; give another folder")
+            raise UserError(f"--out-dir {truth.out_dir}: {words}; give another folder")
     if WORLD_SIZE > 1:
         dist.barrier()
     common.write_json(file, made)
@@ -111,12 +114,14 @@ def claim(truth, run, policy):
 
 def make(truth, task, maker):
     """Appends answers with true values to truth.jsonl, in the order of prompts."""
-    file = truth.out / "truth.jsonl"
+    file = truth.out_dir / "truth.jsonl"
     prompts = task.held_out or task.prompts
     there = lines_of(file)
     asked = [(line["prompt_ids"], line["answer"]) for line in there[:: truth.answers]]
     if asked != [(prompt.ids, prompt.answer) for prompt in prompts[: len(asked)]]:
-        raise UserError(f"--out {truth.out}: has true values of other prompts; give another folder")
+        raise UserError(
+            f"--out-dir {truth.out_dir}: has true values of other prompts; give another folder"
+        )
 
     prompts = prompts[: truth.most]
     whole = len(there) // truth.answers  # prompts; the last may have been cut off
@@ -514,7 +519,7 @@ class Table:
 
 
 class Guess(NamedTuple):
-    """What somebody says of the Table."""
+    """What a critic says of the Table, or anything else that costs less."""
 
     values: np.ndarray | None  # (A,)
     advantages: list | None  # (A,) for each of LAMBDAS
@@ -690,7 +695,7 @@ def ask(table, batch, lines, run, folder, file):
             }
             children.append(json.dumps(child))
 
-    rows = read(str(file), flag="--out")
+    rows = read(str(file), flag="--out-dir")
     behind = read(children) if children else rows
     worker.set_budget(max(rows.longest[0], behind.longest[0]), "the longest answer")
     rows.values = common.compute_together(worker, rows)
@@ -708,14 +713,14 @@ def ask(table, batch, lines, run, folder, file):
 def judge(truth, run):
     """Prints what critics and simpler guesses know of the true values, adds it to truth.json, and
     writes a report of the first critic (a collective)."""
-    made = truth.out / "made.json"
+    made = truth.out_dir / "made.json"
     if made.exists() and json.loads(made.read_text())["gamma"] != run.gamma:
-        raise UserError(f"--gamma {run.gamma}: the true values in {truth.out} are of another")
-    file = truth.out / "truth.jsonl"
+        raise UserError(f"--gamma {run.gamma}: the true values in {truth.out_dir} are of another")
+    file = truth.out_dir / "truth.jsonl"
     lines = lines_of(file)
-    batch = common.read_rows(str(file), None, flag="--out")
+    batch = common.read_rows(str(file), None, flag="--out-dir")
     if batch.truth is None:
-        raise UserError(f"--out {truth.out}: none of its answers has a true value")
+        raise UserError(f"--out-dir {truth.out_dir}: none of its answers has a true value")
     table = Table(lines, batch, run.gamma)
     found = {}
     report = None
@@ -735,7 +740,7 @@ def judge(truth, run):
     tell_places(places, truth.critic)
 
     # earlier critics of the same true values stay
-    result = truth.out / "truth.json"
+    result = truth.out_dir / "truth.json"
     there = json.loads(result.read_text()) if result.exists() else {}
     if there.get("states") != len(table.truth):
         there = {}
@@ -744,7 +749,7 @@ def judge(truth, run):
         there.setdefault("places", {}).setdefault(place, {}).update(mine)
     common.write_json(result, there | {"states": len(table.truth)} | known_of(table))
     if report:
-        common.write_report(str(truth.out), *report)
+        common.write_report(str(truth.out_dir), *report)
 
 
 def known_of(table):
