@@ -16,6 +16,7 @@ import warnings
 import forked
 import ppo_scenarios
 import pytest
+import rewards
 import torch
 import torch.distributed as dist
 
@@ -278,6 +279,26 @@ def texts_end_turns(folder):
         assert any(ended for _, _, ended in greedy)
 
 
+def true_values(folder):
+    """Means of continuations by vLLM are those of transformers, up to their noise."""
+    policy().export_hf(f"{folder}/policy", tests.TOKENIZER)
+    prompts = [{"prompt": letter * 9} for letter in "abcdefghijklmnop"]
+    common.replace_lines(f"{folder}/prompts.jsonl", prompts)
+    flags = ["--prompts", f"{folder}/prompts.jsonl", "--max-response-length", "6"]
+    flags += ["--reward", f"{rewards.__file__}:share_of_letters"]
+
+    # the first place of each prompt, and the variance of its mean
+    found = []
+    for engine in ("hf", "vllm"):
+        out = pathlib.Path(folder) / engine
+        asked = truth.Truth(f"{folder}/policy", answers=1, continuations=64, states=2, out_dir=out)
+        truth.main(asked, [*flags, "--rollout", engine])
+        lines = truth.lines_of(out / "truth.jsonl")
+        found.append([(line["truth"][0], line["truth_noise"][0]) for line in lines])
+    squares = [(x - y) ** 2 / (n + m) for (x, n), (y, m) in zip(*found, strict=True)]
+    assert 4 < sum(squares) < 36, squares  # chi-square of 16: 5 to 34 in 998 of 1,000 cases
+
+
 def sleeps(folder):
     """An engine that was asleep has the new weights after a sync; its cache stays asleep until the
     first rows come, when the actor has left the device."""
@@ -497,6 +518,7 @@ LAUNCHES = [
     ("on two ranks that share an engine", 2, on_ranks, (2,), ("on one rank",)),
     ("samples", 1, samples, (), ()),
     ("texts end turns", 1, texts_end_turns, (), ()),
+    ("true values", 1, true_values, (), ()),
     ("sleeps", 1, sleeps, (), ()),
     ("fillers", 1, fillers, (), ()),
     *IMAGES,
@@ -513,6 +535,7 @@ for name, ranks, function, args, needs in LAUNCHES:
 
 if forked.NUMBERS:  # a rank: these read RANK when imported
     import ppo_helpers as tests
+    import truth
 
     import common
     import ppo_loop
