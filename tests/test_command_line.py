@@ -240,7 +240,7 @@ def test_returns_from_lambda_and_truncation(tmp_path):
     batch = random_batch(12, vocab_size=60, idle=False)
     rows = tmp_path / "rows.jsonl"
     ppo_loop.write_jsonl(batch, str(rows))
-    flags = "--steps 1 --gamma 0.9 --lam 0.5 --bootstrap-truncated"
+    flags = "--steps 1 --gamma 0.9 --lam 0.5 --bootstrap-truncated --value-head-init normal"
     out = succeeded(start(tmp_path / "out", flags, rollouts=rows))
     batch.values = worker().compute_values(batch)
 

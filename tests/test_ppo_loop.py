@@ -71,6 +71,7 @@ def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
     """Its values and its update are those for rows that begin with the hint, at any temperature;
     the actor's rows lack it."""
     flags = "--steps 1 --gamma 0.9 --lam 0.8 --rollout-n 2 --privileged-key response"
+    flags += " --critic.value-head-init normal"
     whole_run(f"{flags} --temperature 0.6 --top-p 0.8 --critic {backend}")
     lines = []
 
@@ -108,9 +109,10 @@ def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path)
 
 def test_the_engines_log_probs_save_a_forward_pass(whole_run, tmp_path):
     """Its tokens and rewards are the same, its metrics those of the actor's up to rounding."""
+    flags = "--kl-coef 0.1 --steps 3 --temperature 0.7 --critic.value-head-init normal"
     runs = {}
     for kind in ("actor", "engine"):
-        whole_run(f"--kl-coef 0.1 --steps 3 --temperature 0.7 --old-log-probs {kind}")
+        whole_run(f"{flags} --old-log-probs {kind}")
         runs[kind] = common.read_lines(tmp_path / "out/metrics.jsonl")
 
     for ours, theirs in zip(runs["engine"], runs["actor"], strict=True):

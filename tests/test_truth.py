@@ -794,7 +794,7 @@ def test_errors_are_those_of_drawing_the_prompts_again(monkeypatch):
     number, error = truth.with_errors(table, truth.Guess(v_A, None, None))["bias"]
     assert number == pytest.approx(off_A.mean()) and error == pytest.approx(np.std(drawn), rel=0.1)
 
-    # of a single prompt nobody knows
+    # a single prompt does not tell
     table, _ = table_of(some_lines(prompts=1), 1.0)
     _, error = truth.with_errors(table, truth.Guess(0 * table.truth, None, None))["bias"]
     assert math.isnan(error)
