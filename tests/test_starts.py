@@ -591,6 +591,28 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
     )
 
 
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+def test_by_default_a_new_head_starts_at_the_mean_but_no_trained_one_and_no_bins(script, tmp_path):
+    worker(script=script, value_head_init="normal").export_hf(tmp_path / "trained")
+    trained = {"model": str(tmp_path / "trained")}
+    limits = {"value_range": (-9.0, 9.0)}
+    batch = random_batch(8, vocab_size=60, idle=False)
+    mean = common.monte_carlo(batch, 0.9)[batch.response_mask].mean()
+    for fields, starts in (
+        ({}, True),
+        ({"value_head": "bounded", **limits}, True),
+        ({"value_head": "hl_gauss", **limits}, False),
+        ({"value_head_init": "normal"}, False),
+        ({"value_head_init": "zero"}, False),
+        (trained, False),
+        ({**trained, "value_head_init": "mean"}, True),
+    ):
+        critic = worker(script=script, **fields)
+        critic.start_at_mean(batch, 0.9)
+        values = critic.compute_values(batch)[batch.response_mask]
+        assert torch.allclose(values, mean, atol=1e-5) == starts, fields
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 @pytest.mark.parametrize("score", [True, False])
