@@ -1050,7 +1050,10 @@ class CriticWorker:
         critic = self.critic
         if critic.optimizer_steps or not common.starts_at_mean(self.config, critic.story):
             return
-        bias = batch.mean_return(gamma)
+
+        # two digits are enough: at the mean itself, the bias has no gradient, and rounding would
+        # decide in which direction Adam moves it first
+        bias = float(f"{batch.mean_return(gamma):.2g}")
         if math.isnan(bias):
             return
 

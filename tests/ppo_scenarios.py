@@ -324,6 +324,7 @@ def runs_with_a_family(folder, kind):
     scale of its logits, or a vision tower. Rollout and actor agree."""
     out = folder / f"run of {kind}"
     flags = ("--supervised-steps", "0", "--steps", "3", "--kl-coef", "0.01", "--eval-every", "0")
+    flags += ("--critic.value-head-init", "normal")  # else no answer is better than expected
     own = ("--actor.model", str(folder / kind), "--out-dir", str(out))
     ppo_loop.main(ppo_loop.parse([*own, *flags, "--train-batch-size", "16"]))
 
