@@ -320,11 +320,13 @@ def check_longest(out):
 
 
 def check_ppo_on_gsm8k(copy):
+    """All answers of random weights are wrong, which is what a new critic says: nothing to learn."""
     rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
     [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
     assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5
     assert row["rollout/tokens"] > 32 * 32
-    assert row["actor/entropy"] > 1 and row["actor/grad_norm"] > 0
+    assert row["actor/entropy"] > 1
+    assert row["reward/mean"] == row["critic/values_mean"] == row["actor/grad_norm"] == 0
 
 
 def check_critic_on_gsm8k(copy, out):
