@@ -283,13 +283,16 @@ class Batch:
         """by_prompt of its rows: [(shared tokens, [indices of the rows with this prompt])]."""
         return [(shared, same.tolist()) for shared, same in by_prompt(describe(self), share)]
 
-    def mean_return(self, gamma):
-        """Over the actions of all ranks (a collective); NaN without an action.
+    def mean_return(self, gamma, by_noise=False):
+        """Over the actions of all ranks (a collective); NaN without an action. by_noise: weighted
+        by noise_weights.
 
-        UserError: the batch lacks its rewards."""
+        UserError: the batch lacks its rewards, or its log-probs."""
         check(self, needs=("token_level_rewards",))
-        _, mean, _ = moments(monte_carlo(self, gamma)[self.response_mask], everywhere=True)
-        return mean
+        returns_T = monte_carlo(self, gamma).double()
+        weights_T = noise_weights(self) if by_noise else self.response_mask.double()
+        weight, total = add_up(float(weights_T.sum()), float((weights_T * returns_T).sum()))
+        return total / (weight or nan)
 
 
 def cumulative(lengths):
@@ -628,6 +631,20 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
 def chosen_actions(n, places):
     """Which of a row's n actions stand at these places, parts of its length."""
     return sorted({min(n - 1, int(p * n)) for p in places if n})
+
+
+def noise_weights(batch):
+    """(T,) float64: how much noise each action brings to the actor's gradient, up to a factor of 2:
+    (1 - p)^2 of its chance p when it was drawn; zero elsewhere. The squared norm of the gradient of
+    log p by the logits lies between this and twice as much, whatever other tokens' chances are.
+
+    A value loss with these weights leads to E[w G|s] / E[w|s], which is the baseline of the state s
+    that leaves the least noise (Greensmith, Bartlett and Baxter 2004).
+
+    UserError: the batch has no log-probs of the policy."""
+    check(batch, needs=("rollout_log_probs",))
+    less_T = batch.rollout_log_probs.double().expm1()
+    return torch.where(batch.response_mask, less_T.square(), 0.0)
 
 
 def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, cliprange_value=None):
@@ -1453,6 +1470,7 @@ class Rollout(BaseModel, strict=True):
     rewards: list[Number] | None = None  # one per response token, or per turn, or per step
     response_mask: list[Flag] | None = None  # which response tokens act
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
+    log_probs: list[Number] | None = None  # of response tokens, as the policy drew them
     truth: list[Number | None] | None = None  # what values should be, of response tokens
     truth_noise: list[Number | None] | None = None  # the variance of these, if they are estimates
     truncated: bool | None = None  # the response hit the length limit
@@ -1525,6 +1543,8 @@ def read_rows(
     rows = concat(rows)
     if rows.truth[rows.response_mask].isnan().all():
         rows = replace(rows, truth=None, truth_noise=None)
+    if rows.rollout_log_probs[rows.response_mask].isnan().any():
+        rows = replace(rows, rollout_log_probs=None)
     return rows
 
 
@@ -1796,6 +1816,7 @@ def batch_of_one(rollout, row_id):
         truncated=torch.tensor([bool(rollout.truncated)]),
         token_level_rewards=rewards,
         values=column("values", 0.0) * mask,
+        rollout_log_probs=column("log_probs", nan),
         truth=column("truth", nan),
         truth_noise=column("truth_noise", 0.0),
         multi_modal_inputs=[{"images": rollout.images}] if rollout.images else None,

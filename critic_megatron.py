@@ -123,6 +123,8 @@ class Config:
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
     # train only at these fractions of a response (none: all)
     value_places: tuple[Fraction, ...] = ()
+    # noise: weigh actions by the noise that they bring to the actor's gradient
+    value_weights: Literal["equal", "noise"] = "equal"
 
     # ---- optimizer
 
@@ -932,6 +934,8 @@ class MegatronPPOCritic:
         local.weights = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
         )
+        if c.value_weights == "noise":
+            local.weights = (local.weights * common.noise_weights(local)).float()
         return local, table
 
     def forward_backward_all(self, micros, done=lambda: None):
@@ -1178,7 +1182,8 @@ class CriticWorker:
 
         # two digits are enough: at the mean itself, the bias has no gradient, and rounding would
         # decide in which direction Adam moves it first
-        bias = float(f"{batch.mean_return(gamma):.2g}")
+        mean = batch.mean_return(gamma, by_noise=self.config.value_weights == "noise")
+        bias = float(f"{mean:.2g}")
         if math.isnan(bias):
             return
 
@@ -1197,7 +1202,7 @@ class CriticWorker:
         self.check_batch(batch, rows)
         return self.critic.compute_values(batch, rows)
 
-    @common.dp_compute_proto(needs=("returns",), may_have=("values",))
+    @common.dp_compute_proto(needs=("returns",), may_have=("values", "rollout_log_probs"))
     def update_critic(self, batch, rows):
         """One PPO update on the rows of all ranks -> metrics, equal on each.
 
@@ -1535,6 +1540,7 @@ def load_rows(run, worker):
         "last_turn_only": run.last_turn_only,
     }
 
+    # rows of files, or of the toy's program
     if run.score:
         train = common.read_rows(run.score, flag="--score", **options)
         return train, train
@@ -1545,6 +1551,8 @@ def load_rows(run, worker):
         train = common.read_rows(common.toy_rows(4096, run.critic.seed), **options)
         tokenizer = worker.tokenizer
         held_out = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
+    if run.critic.value_weights == "noise" and train.rollout_log_probs is None:
+        raise UserError("--value-weights noise: some rows of --rollouts have no log_probs")
     if not held_out:
         return train, train.select([])
     return train, common.read_rows(held_out, flag="--eval-rollouts", **options)

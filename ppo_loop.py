@@ -275,7 +275,8 @@ class Run:
     # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
     first_token_credit: Share | None = None
     critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
-    whiten_advantages: bool = True  # scale advantages to mean 0 and std 1 over the global batch
+    # scale advantages over the global batch, around their mean or around the one with least noise
+    whiten: Literal["mean", "noise", "none"] = "mean"
     # truncated rows bootstrap from the value of their last action
     bootstrap_truncated: bool = False
 
@@ -546,9 +547,11 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     if run.critic_where_it_helps:
         metrics["critic/helps"] = prefer_the_mean(batch, run)
 
-    # whitening: mean 0 and standard deviation 1 over the global batch
-    if run.whiten_advantages:
+    # whitening: their size is 1 over the global batch
+    if run.whiten == "mean":
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
+    elif run.whiten == "noise":
+        batch.advantages = whiten_by_noise(batch)
     return metrics
 
 
@@ -1267,7 +1270,8 @@ def write_jsonl(batch, path, replies=()):
     """Writes the rows of all ranks as JSONL for common.read_rows (a collective). replies: the same
     rows, whose texts and scores are for people and for --reward-key."""
     # columns that are written, and what the replies add to them
-    unused = set(Batch.FLOATS).difference(("token_level_rewards", "values"))
+    used = ("token_level_rewards", "values", "rollout_log_probs")
+    unused = set(Batch.FLOATS).difference(used)
     few = replace(batch, **dict.fromkeys(unused))
     texts = [{} for _ in range(len(few))]
     for text, reply in zip(texts, replies):
@@ -1292,6 +1296,7 @@ def write_jsonl(batch, path, replies=()):
                 "response_mask": row.response_mask,
                 "rewards": row.token_level_rewards,
                 "values": row.values,
+                "log_probs": row.rollout_log_probs,
             }
             line = {"prompt_ids": row.input_ids[:first].tolist(), "truncated": bool(row.truncated)}
             (images,) = row.multi_modal_inputs or [{}]
@@ -1820,6 +1825,28 @@ def masked_whiten(x_T, mask_T):
     n, mean, variance = common.moments(x_T[mask_T], everywhere=True)
     unbiased = torch.tensor(variance * n / max(n - 1, 1), dtype=torch.float64)
     return torch.where(mask_T, (x_T - mean) * torch.rsqrt(unbiased + 1e-8), 0.0).float()
+
+
+def whiten_by_noise(batch):
+    """(T,) advantages minus a mean that weighs actions by their noise, scaled to a mean square of 1
+    over all ranks; zero elsewhere. Of all constants, that mean leaves the least noise in the
+    actor's gradient (Greensmith, Bartlett and Baxter 2004, theorem 8). It is of the other answers:
+    with its own luck in it, an answer of great weight would count for less."""
+    mask_T = batch.response_mask
+    row_T = batch.row_of_token
+    w_T = common.noise_weights(batch)
+    x_T = torch.where(mask_T, batch.advantages.double(), 0.0)
+
+    # sums of each answer, and of all the others
+    zeros_2B = torch.zeros(2, len(batch), dtype=torch.float64)
+    mine_2B = zeros_2B.index_add(1, row_T, torch.stack([w_T * x_T, w_T]))
+    sum_2 = torch.tensor(common.add_up(*mine_2B.sum(1).tolist()))
+    sum_B, weight_B = sum_2[:, None] - mine_2B
+    mean_B = sum_B / weight_B.clamp(min=1e-9 * max(float(sum_2[1]), 1e-9))
+
+    less_T = torch.where(mask_T, x_T - mean_B[row_T], 0.0)
+    n, squares = common.add_up(int(mask_T.sum()), float(less_T.square().sum()))
+    return (less_T * (squares / max(n, 1) + 1e-8) ** -0.5).float()
 
 
 # ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------

@@ -26,12 +26,22 @@ RANDOM = "--critic.value-head-init normal"
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
+    "no critic: minus the mean of least noise": f"{ZERO} --whiten noise",
     "4 answers to each of 64 prompts": (
         f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps"
     ),
     "critic with a random head, lambda 1": RANDOM,
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
+    "at the mean return, less noise": "--critic.value-head-init mean --whiten noise",
+    "a critic of least noise": (
+        "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
+    ),
+    "oracle: true V(s), lambda 1": "--baseline V",
+    "oracle: true V(s), lambda 0.95": "--baseline V --lam-policy 0.95",
+    "oracle: true V(s), lambda 0": "--baseline V --lam-policy 0",
+    "oracle: minus true b(s)": "--baseline b",
+    "oracle: true Q(s,a) - b(s)": "--baseline Q-b",
     "at 0, and the critic reads the right answer": (
         "--critic.value-head-init zero --privileged-key response"
     ),
@@ -48,11 +58,13 @@ GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
 PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
 DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
     "no critic: minus the batch's mean": f"{ZERO} --train-batch-size 8",
+    "no critic: minus the mean of least noise": f"{ZERO} --train-batch-size 8 --whiten noise",
     "no critic, actor's rate 1e-4": f"{ZERO} --train-batch-size 8 --actor.lr 1e-4",
     "4 answers to each of 2 prompts": GROUPS,
     "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",
     "critic from scratch, lambda 1": SCRATCH,
     "pretrained critic, lambda 1": PRETRAINED,
+    "pretrained critic, less noise": f"{PRETRAINED} --whiten noise",
     "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
     "critic from scratch, by turns": f"{SCRATCH} --gae-level turn",
     "pretrained critic, by turns": f"{PRETRAINED} --gae-level turn",
@@ -72,8 +84,8 @@ def run(job):
     """Rows of metrics.jsonl of a run, which is made if it is not there."""
     folder, flags = job
     if not (folder / "report.html").exists():
-        command = [sys.executable, ROOT / "ppo_loop.py", "--out-dir", folder, "--resume", "auto"]
-        command += flags
+        script = "tests/oracle.py" if "--baseline" in flags else "ppo_loop.py"
+        command = [sys.executable, ROOT / script, "--out-dir", folder, "--resume", "auto", *flags]
         subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
         )
@@ -92,26 +104,28 @@ def ablations(
     out: pathlib.Path = pathlib.Path("out/ablations"),
     task: Literal["addition", "digits"] = "addition",
     seeds: int = 5,
+    first_seed: int = 101,
     steps: int = 60,
     jobs: int = os.cpu_count(),
     only: tuple[str, ...] = (),
 ):
-    """Prints the table for seeds 101, 102 and so on. A run keeps one core busy; `jobs` run at
-    once. only: names of recipes."""
+    """Prints the table for as many seeds. A run keeps one core busy; `jobs` run at once. only:
+    names of recipes."""
     recipes = DIGITS if task == "digits" else PPO
     recipes = {name: recipes[name] for name in only or recipes}
     own = "--critic.seed {seed}"
+    of = range(first_seed, first_seed + seeds)
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     if task == "digits":
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
         answers = max(8, steps // 8 * 8)
-        first = [digits.prepare(out / f"task, {101 + i}", 101 + i, answers) for i in range(seeds)]
+        first = [digits.prepare(out / f"task, {seed}", seed, answers) for seed in of]
 
     todo = []
     pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
-        for seed in range(101, 101 + seeds):
+        for seed in of:
             blanks = {"seed": seed, "task": out / f"task, {seed}"}
             todo.append((out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
 

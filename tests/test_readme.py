@@ -320,7 +320,7 @@ def check_longest(out):
 
 
 def check_ppo_on_gsm8k(copy):
-    """All answers of random weights are wrong, which is what a new critic says: nothing to learn."""
+    """Random weights are never right, and a new critic says so: there is nothing to learn."""
     rows = common.read_lines(copy / "out" / "ppo_gsm8k" / "metrics.jsonl")
     [row] = [row for row in rows if "reward/mean" in row]  # the others are evaluations
     assert row["reward/errors"] == 0 and row["rollout/log_prob_diff"] < 1e-5

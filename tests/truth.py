@@ -63,6 +63,12 @@ def main(truth, flags):
     if not truth.policy:
         judge(truth, ppo_loop.parse(flags))
         return
+    run, _ = made(truth, flags)
+    judge(truth, run)
+
+
+def made(truth, flags):
+    """Makes the true values that are not there yet -> (the task's Run, the Maker)."""
     out = ["--out-dir", str(truth.out_dir)]
     run = ppo_loop.parse([*flags, "--actor.model", truth.policy, *out])
     run, task = ppo_loop.set_up(run)
@@ -80,7 +86,7 @@ def main(truth, flags):
     truth.out_dir.mkdir(parents=True, exist_ok=True)
     claim(truth, run, maker.checksum)
     make(truth, task, maker)
-    judge(truth, run)
+    return run, maker
 
 
 # ---- The file of true values ---------------------------------------------------------------------
@@ -303,7 +309,7 @@ class Maker:
         both are likelier than 0.05 and do not end the turn, and there is room behind them."""
         rows = [reply.prompt.ids + reply.ids for reply in replies]
         firsts = [len(reply.prompt.ids) for reply in replies]
-        read = zip(replies, self.next_log_probs(rows, firsts))
+        read = zip(replies, next_log_probs(self.reader.model, self.run, self.task, rows, firsts))
         likeliest = {id(reply): log_p_RV.topk(2) for reply, log_p_RV in read}
 
         found = {}
@@ -321,23 +327,6 @@ class Maker:
         stop_texts = self.task.stop_texts
         said = torch.tensor([state.ids[state.start :]])
         return state.ids[-1] in self.ends or bool(stop_texts and stop_texts(said, None))
-
-    @torch.no_grad()
-    def next_log_probs(self, rows, firsts):
-        """Yields, for the ids of each row from this index on, (R, V) log-probs of what the policy
-        draws in their place."""
-        run = self.run
-        longest = max(map(len, rows), default=1)
-        at_once = max(1, ppo_loop.LOGITS_AT_ONCE // (longest * self.task.known))
-        for i in range(0, len(rows), at_once):
-            some = [torch.tensor(ids, device=self.device) for ids in rows[i : i + at_once]]
-            inputs = {"attention_mask": pad_sequence([torch.ones_like(ids) for ids in some], True)}
-            out = self.reader.model(pad_sequence(some, True), **inputs, use_cache=False)
-
-            # a token is drawn from the logits of the one before it
-            for ids, first, logits_LV in zip(some, firsts[i:], out.logits):
-                logits_RV = logits_LV[first - 1 : len(ids) - 1]
-                yield ppo_loop.to_draw_from(logits_RV, run.temperature, run.top_p, self.task)
 
     def sampled(self, states):
         """{key: State} -> {key: (mean return of its continuations, the variance of this mean, the
@@ -393,15 +382,15 @@ class Maker:
         # the right answers, and what they earn
         rights = {}
         for key, prompt in prompts.items():
-            text = self.truth.exact.format(answer=prompt.answer)
-            ids = common.encode_behind(tokenizer, common.decode(tokenizer, prompt.ids), text)
+            text, ids = right_answer(self.truth, tokenizer, prompt.ids, prompt.answer)
             rights[key] = Reply(prompt, 0, ids, finished=True, text=text, turns=[text])
             rights[key].ends.append(len(ids) - 1)
         ppo_loop.score(self.run, self.reward, self.phases, list(rights.values()))
 
         # the chances of their tokens, and of an end behind them, unless it is there, or has no room
         rows = [right.prompt.ids + right.ids + [0] for right in rights.values()]
-        read = self.next_log_probs(rows, [len(prompt.ids) for prompt in prompts.values()])
+        firsts = [len(prompt.ids) for prompt in prompts.values()]
+        read = next_log_probs(self.reader.model, self.run, self.task, rows, firsts)
         chances = {}
         for (key, right), log_p_RV in zip(rights.items(), read):
             p = [float(log_p_V[x].exp()) for x, log_p_V in zip(right.ids, log_p_RV)]
@@ -436,6 +425,29 @@ class Maker:
         ratio_T = self.policy.compute_log_probs(batch) - self.reference.compute_log_probs(batch)
         for row, ratio_R in zip(rows, ratio_T.split(batch.lengths)):
             row["log_ratio"] = ratio_R[len(row["prompt_ids"]) :].tolist()
+
+
+@torch.no_grad()
+def next_log_probs(lm, run, task, rows, firsts):
+    """Yields, for the ids of each row from this index on, (R, V) log-probs of what this model of
+    transformers draws in their place."""
+    longest = max(map(len, rows), default=1)
+    at_once = max(1, ppo_loop.LOGITS_AT_ONCE // (longest * task.known))
+    for i in range(0, len(rows), at_once):
+        some = [torch.tensor(ids, device=lm.device) for ids in rows[i : i + at_once]]
+        inputs = {"attention_mask": pad_sequence([torch.ones_like(ids) for ids in some], True)}
+        out = lm(pad_sequence(some, True), **inputs, use_cache=False)
+
+        # a token is drawn from the logits of the one before it
+        for ids, first, logits_LV in zip(some, firsts[i:], out.logits):
+            logits_RV = logits_LV[first - 1 : len(ids) - 1]
+            yield ppo_loop.to_draw_from(logits_RV, run.temperature, run.top_p, task)
+
+
+def right_answer(truth, tokenizer, prompt_ids, answer):
+    """The only right response of --exact -> (its text, its token ids)."""
+    text = truth.exact.format(answer=answer)
+    return text, common.encode_behind(tokenizer, common.decode(tokenizer, prompt_ids), text)
 
 
 def return_from(reply, i, gamma):
