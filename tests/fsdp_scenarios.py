@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from forked import scenario
 from helpers import LAYOUTS, ROOT, captured_gradients, full_weights, mine, random_batch, refused
-from reference import plain_loop
+from reference import plain_loop, whitened_by_hand
 from torch.distributed.fsdp import FSDPModule
 from transformers.models.qwen2 import modeling_qwen2
 
@@ -80,7 +80,7 @@ def it_does_not_matter_who_has_a_row(folder):
     for fields in (
         {},
         {"ulysses_size": 2, "shuffle": False},
-        {"strategy": "none", "value_places": (0.5,)},
+        {"strategy": "none", "value_places": (0.5,), "value_weights": "noise"},
     ):
         seen = []
         for cut in (4, 0, 13):  # some, none and all of the rows are on the last rank
@@ -117,6 +117,14 @@ def whitening_is_over_all_ranks(folder):
     whole = torch.cat(parts)
     expected = (parts[RANK] - whole.mean()) / (whole.var() + 1e-8).sqrt()
     torch.testing.assert_close(ppo_loop.masked_whiten(x, mask)[mask], expected)
+
+    # minus the mean of least noise: each rank's part of what one rank makes of all
+    both = random_batch(32)
+    both.advantages = torch.where(both.response_mask, 5 + both.returns, math.nan)
+    part = both.select(range(12) if RANK else range(12, 32))
+    ours = ppo_loop.whiten_by_noise(part)
+    theirs = whitened_by_hand(both)[both.token_index(part.row_id.tolist())]
+    torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
 
 
 @scenario(ranks=2)

@@ -234,7 +234,12 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
         columns = {name: noise() for name in ("token_level_rewards", "values", "returns")}
         ends = torch.tensor([0, len(ids)])
         rows.append(common.Batch(ids, ends, mask, torch.tensor([i]), truncated, **columns))
-    return common.concat(rows)
+
+    # log-probs have random numbers of their own
+    batch = common.concat(rows)
+    p_T = torch.rand(len(batch.input_ids), generator=torch.Generator().manual_seed(seed))
+    batch.rollout_log_probs = p_T.clamp(min=1e-3).log() * batch.response_mask
+    return batch
 
 
 def rows_of(batch):
@@ -346,6 +351,7 @@ VARIANTS = {
     "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
     "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
+    "noise": {"value_weights": "noise"},
 }
 
 

@@ -34,7 +34,7 @@ FROZEN = {
     "gradient_checkpointing": True,
     "freeze_modules": "embed|self_attn|gate_|up_",
 }
-PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7)}
+PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7), "value_weights": "noise"}
 MISTRAL = {
     "model": "tiny-mistral",
     "override_config": '{"num_hidden_layers": 4, "sliding_window": 8}',

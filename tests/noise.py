@@ -6,8 +6,8 @@ python tests/noise.py --policy out/ppo_loop/hf --critic out/ppo_loop/critic_hf -
 The flags are those of truth.py, which first makes the answers with their true values. An answer's
 gradient is sum_t A_t grad log pi(a_t|s_t). Every advantage A that is a return minus a baseline of
 the state leads to the same mean gradient, so the one with half the noise E|g|^2 needs half the
-answers. `relative` is the noise over that of "minus the mean"; `signal` is how much of the true
-gradient the mean gradient has: 1, unless the values of a critic replace rewards (lambda below 1).
+answers. `relative` is the noise over that of "minus the mean". Where the values of a critic replace
+rewards (lambda below 1), `signal` is how much of the true gradient the mean gradient has.
 
 Gradients are those of the output head: of an action, the outer product of what the head reads and
 of onehot - p. --full takes all weights, for tiny models.
@@ -20,7 +20,7 @@ import torch
 import truth as truths
 import tyro
 from helpers import common
-from truth import LAMBDAS, Table, Truth, advantages_of, ask, lines_of
+from truth import LAMBDAS, Table, Truth, advantages_of, ask, lines_of, told_number
 
 import ppo_loop
 from common import UserError
@@ -47,15 +47,17 @@ def main(noise, flags):
 
     read = Read(noise, maker, lines)
     found = advantages(table, batch, lines, read, run.gamma)
+    wrong = {}
     for folder in noise.critic:
         _, guess, _ = ask(table, batch, lines, run, folder, file)
-        found |= of_critic(folder, guess, read)
-    told = measure(table, read.gram_AA, found)
+        for name, advantage_A, wrong_A in of_critic(table, folder, guess, read):
+            found[name] = advantage_A
+            wrong[name] = wrong_A
+    told = measure(table, read.gram_AA, found, wrong)
     print(f"\n{len(lines)} answers, {len(table.row)} actions\n")
     print("| advantage | noise | relative | signal |\n|---|---|---|---|")
-    for name, (x, relative, signal) in told.items():
-        cells = (f"{mean:.3f} +- {error:.3f}" for mean, error in (relative, signal))
-        print(f"| {name} | {x:.4g} | {' | '.join(cells)} |")
+    for name, (x, *pairs) in told.items():
+        print(f"| {name} | {x:.4g} | {' | '.join(map(told_number, pairs))} |")
     common.write_json(noise.out_dir / "noise.json", told)
 
 
@@ -185,56 +187,64 @@ def best_constant(table, gram_AA):
     return (ones_A * return_A).sum() / ones_A.sum()
 
 
-def of_critic(folder, guess, read):
-    """{name: (A,)} of a critic, with and without the weighted mean of its advantages."""
-    found = {}
+def of_critic(table, folder, guess, read):
+    """Yields (name, (A,) advantages, (A,) what is wrong with these in the mean) of a critic, with
+    and without the weighted mean of its advantages."""
+    true_A = table.truth + table.advantage - guess.values
     for lam, advantage_A in zip(LAMBDAS, guess.advantages):
         name = f"{folder}, lambda {lam:g}"
-        found[name] = advantage_A
+        wrong_A = None
+        if lam < 1:
+            wrong_A = advantage_A - true_A
+        yield name, advantage_A, wrong_A
         mean = (read.w * advantage_A).sum() / read.w.sum()
-        found[f"{name}, minus its weighted mean"] = advantage_A - mean
-    return found
+        yield f"{name}, minus its weighted mean", advantage_A - mean, wrong_A
 
 
 # ---- Their noise ---------------------------------------------------------------------------------
 
 
-def measure(table, gram_AA, found):
+def measure(table, gram_AA, found, wrong):
     """{name of an advantage: (E|g|^2, (its ratio to the first one, standard error), (signal,
-    standard error))}. Standard errors are by a bootstrap over prompts."""
+    standard error) or None)}. Standard errors are by a bootstrap over prompts.
+
+    wrong: {name: what is wrong with it in the mean, or None}."""
     first_B = np.flatnonzero(np.diff(table.row, prepend=-1))
     prompt_B = table.prompt[first_B]
     other_BB = prompt_B[:, None] != prompt_B
-    w_DB = np.random.default_rng(0).multinomial(
-        prompt_B.max() + 1, np.full(prompt_B.max() + 1, 1 / (prompt_B.max() + 1)), DRAWS
-    )[:, prompt_B]
-    w_DB = np.concatenate([np.ones((1, len(prompt_B))), w_DB])  # the first draw is the whole
+
+    # how often a draw has each answer; the first one is all of them
+    n = prompt_B.max() + 1
+    w_DP = np.random.default_rng(0).multinomial(n, np.full(n, 1 / n), DRAWS)
+    w_DB = np.concatenate([np.ones((1, n)), w_DP])[:, prompt_B]
 
     def dots(x_A, y_A):
         """(B, B) dot products of the answers' gradients."""
         of_pairs = x_A[:, None] * y_A * gram_AA
         return np.add.reduceat(np.add.reduceat(of_pairs, first_B, 0), first_B, 1)
 
-    def total(dots_BB):
-        return np.einsum("db,be,de->d", w_DB, dots_BB * other_BB, w_DB)
+    def mean_dot(x_A, y_A):
+        """(D,) dot products of mean gradients, up to a factor: of answers to different prompts,
+        whose luck has nothing in common."""
+        return np.einsum("db,be,de->d", w_DB, dots(x_A, y_A) * other_BB, w_DB)
 
-    def told(x_D):
+    def with_error(x_D):
         return float(x_D[0]), float(x_D[1:].std())
 
-    noise = {name: w_DB @ dots(x_A, x_A).diagonal() for name, x_A in found.items()}
-    usual, *_ = noise.values()
-
-    # the true gradient, from what has no luck in it
-    true_A = found["true V(s), lambda 0"]
-    true = total(dots(true_A, true_A))
-    return {
-        name: (
-            float(noise[name][0] / len(prompt_B)),
-            told(noise[name] / usual),
-            told(total(dots(x_A, true_A)) / true),
-        )
-        for name, x_A in found.items()
-    }
+    # the true gradient, from what has no luck behind the action
+    true_A = table.advantage
+    size_D = mean_dot(true_A, true_A)
+    usual_D = None
+    told = {}
+    for name, x_A in found.items():
+        noise_D = w_DB @ dots(x_A, x_A).diagonal()
+        if usual_D is None:
+            usual_D = noise_D
+        signal = None
+        if wrong.get(name) is not None:
+            signal = with_error(1 + mean_dot(wrong[name], true_A) / size_D)
+        told[name] = (float(noise_D[0] / len(prompt_B)), with_error(noise_D / usual_D), signal)
+    return told
 
 
 def start():

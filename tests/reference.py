@@ -129,6 +129,21 @@ def gae_by_hand(tokens, gamma, lam, bootstrap, level="token"):
     return out
 
 
+def whitened_by_hand(batch):
+    """(T,) advantages minus a mean of the other answers' ones, weighted by (1 - p)^2, over the root
+    of their mean square; action by action, in float64."""
+    left = {}
+    answers = actions_of(batch)
+    for i, mine in enumerate(answers):
+        others = [t for k, places in enumerate(answers) if k != i for t in places]
+        w = [(1 - math.exp(batch.rollout_log_probs[t])) ** 2 for t in others]
+        total = math.fsum(w_t * float(batch.advantages[t]) for w_t, t in zip(w, others))
+        mean = total / math.fsum(w) if others else 0.0
+        left |= {t: float(batch.advantages[t]) - mean for t in mine}
+    size = math.sqrt(math.fsum(x * x for x in left.values()) / len(left) + 1e-8)
+    return torch.tensor([left.get(t, 0.0) / size for t in range(len(batch.input_ids))])
+
+
 # ---- The critic: values, loss and gradient of an update ------------------------------------------
 
 

@@ -1426,7 +1426,7 @@ def of_answers(rewards, values, n=2, **fields):
     flags = {
         "lam_policy": None,
         "first_token_credit": None,
-        "whiten_advantages": False,
+        "whiten": "none",
         "rollout_n": 1,
         "kl_penalty": "k1",
         "gamma": 1.0,

@@ -76,11 +76,11 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capfd, monkeypat
 
     for critic, flag in own.items():
         backend = critic.removeprefix("--critic")[1:]
-        run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --no-whiten-advantages")
+        run = parse(f"{critic} --critic.{flag} 2 --actor.lr 0.25 --whiten none")
         config = ppo_loop.critic_flags(backend)
         critic = config(model="actor", ppo_mini_batch_size=128, **{flag.replace("-", "_"): 2})
         actor = ActorConfig(lr=0.25)
-        assert run == a_run(backend, critic=critic, actor=actor, whiten_advantages=False)
+        assert run == a_run(backend, critic=critic, actor=actor, whiten="none")
 
         with pytest.raises(SystemExit):
             parse(f"--critic {backend} --help")

@@ -14,6 +14,7 @@ from helpers import (
     LAYOUTS,
     ROOT,
     VARIANTS,
+    actions_of,
     assert_old_values_come_along,
     assert_same_weights,
     captured_gradients,
@@ -167,6 +168,10 @@ def reference(folder, result, variant):
     values, losses = plain_loop(batch, outputs_of, value_of, loss_of)
     if variant == "places":  # of L actions those at floor(p L), each once; for p = 1 the last
         losses = [x[sorted({0, len(x) * 3 // 10, len(x) * 9 // 10, len(x) - 1})] for x in losses]
+    if variant == "noise":  # (1 - p)^2 of each action
+        weights_T = (1 - batch.rollout_log_probs.double().exp()) ** 2
+        places = [of_row for of_row in actions_of(batch) if of_row]
+        losses = [x * weights_T[of_row] for x, of_row in zip(losses, places, strict=True)]
     loss = torch.cat(losses).mean()
     loss.backward()
     return values, float(loss.detach()), {name: x.grad for name, x in leaves.items()}

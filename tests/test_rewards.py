@@ -155,7 +155,7 @@ def test_credit_stands_at_the_actions_that_earn_it(observed, says, earned):
     batch = ppo_loop.to_batch([reply])
     batch.old_log_probs, batch.ref_log_probs = torch.tensor([[-0.5], [-2.5]]) * batch.response_mask
     batch.values = 0 * batch.old_log_probs
-    run = a_run(whiten_advantages=False)
+    run = a_run(whiten="none")
     ppo_loop.assign_credit(batch, batch, ours_T[: len(expected)], 0.1, run, SAYS_THE_SAME)
     paid = [x - 0.1 * 2.0 * acts for x, acts in zip(expected, batch.response_mask.tolist())]
     assert batch.token_level_rewards.tolist() == pytest.approx(paid)
@@ -291,7 +291,7 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
     (0.3, dict(kl_penalty="k1", gamma=0.9, lam=0.8)),
     (0.3, dict(kl_penalty="k3", lam=0.95, lam_policy=0.5, bootstrap_truncated=True)),
     (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
-    (0.1, dict(kl_penalty="k2", whiten_advantages=False, lam=0.0, lam_policy=1.0,
+    (0.1, dict(kl_penalty="k2", whiten="none", lam=0.0, lam_policy=1.0,
       bootstrap_truncated=True)),
     (0.1, dict(first_token_credit=0.3, lam=0.9)),
     (0.1, dict(gae_level="turn", gamma=0.9, lam=0.8, lam_policy=0.4, bootstrap_truncated=True)),
@@ -331,7 +331,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
         steps = (tokens, run.gamma, run.lam, after, run.gae_level)
         returns_T[start:end] = torch.tensor([target for _, target in gae_by_hand(*steps)])
 
-    if run.whiten_advantages:
+    if run.whiten == "mean":
         x = advantages_T[batch.response_mask].numpy()
         advantages_T[batch.response_mask] = torch.from_numpy((x - x.mean()) / x.std(ddof=1))
 

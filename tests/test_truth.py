@@ -445,7 +445,8 @@ def test_a_forward_reads_the_chances_that_the_engine_draws_from(kind, tmp_path):
     prompts = some_prompts((6, 1, 12, 3))
     replies = maker.engine.generate([(ids, i, 20) for i, ids in enumerate(prompts)], 0.7)
     rows = [ids + said for ids, (said, _, _) in zip(prompts, replies)]
-    read = maker.next_log_probs(rows, [len(ids) for ids in prompts])
+    firsts = [len(ids) for ids in prompts]
+    read = truth.next_log_probs(maker.reader.model, maker.run, maker.task, rows, firsts)
     for (ids, log_probs, _), log_p_RV in zip(replies, read, strict=True):
         found = log_p_RV[range(len(ids)), ids].tolist()
         assert found == pytest.approx(log_probs, abs=1e-4)
