@@ -1505,7 +1505,7 @@ def read_rows(
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
     last_turn_only: a chat's earlier turns are no actions. UserError names the first bad row."""
-    name = "toy"
+    name = "toy" if flag == "--rollouts" else flag
     folder = ""
     lines = source
     if isinstance(source, str):
@@ -4099,8 +4099,8 @@ def toy_truth(answer, right, wrong, error_rate):
 
 
 # ---- Numbers: what rows say before training, and what values are worth ---------------------------
-# describe_rows is printed before training; --score adds values to a file of rows; the numbers of a
-# critic are printed at the end, and stand on the report.
+# describe_rows is printed before training; --score adds values to a file of rows, or to lines that
+# come one by one; the numbers of a critic are printed at the end, and stand on the report.
 
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
@@ -4161,34 +4161,63 @@ def write_scores(path, out_dir, rows, tokenizer, gamma, response_key=None):
     read_rows has made of the file with this --response-key, with values."""
     if RANK:
         return
-    # what each row is worth at its end
     lines = [row for line in read_file(path, "--score") for row in rows_of_line(line, response_key)]
-    last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
-    ranks = ranks_in_prompts(rows, last_B)
-
-    def scored():
-        """One line at a time, because values take more memory as Python's floats."""
-        values_B = rows.values.split(rows.lengths)
-        mask_B = rows.response_mask.split(rows.lengths)
-        columns = zip(rows.row_id, last_B.tolist(), ranks, values_B, mask_B)
-        for row_id, last, rank, values, mask in columns:
-            line = lines[row_id]
-            line |= {"last_value": last, "rank": rank}
-            if isinstance(line.get("response"), list) or "labels" in line:
-                yield line | {"step_values": values[mask].tolist()}
-                continue
-
-            # of the response's tokens, the first of which acts if nothing else is said
-            acts = line.get("response_mask") or line.get("completion_mask")
-            n = len(acts or mask[int(mask.int().argmax()) :])
-            line["values"] = values[-n:].tolist()
-            if not acts and not mask[-n:].all():
-                line["response_mask"] = mask[-n:].int().tolist()
-            yield line
-
-    replace_lines(f"{out_dir}/scored.jsonl", scored())
+    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
+
+
+def scored(lines, rows):
+    """Yields JSON rows with what the critic says of them, one at a time, because values take more
+    memory as Python's floats. rows: what read_rows has made of them, with values."""
+    # what each row is worth at its end
+    last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
+    ranks = ranks_in_prompts(rows, last_B)
+    values_B = rows.values.split(rows.lengths)
+    mask_B = rows.response_mask.split(rows.lengths)
+
+    for line, last, rank, values, mask in zip(lines, last_B.tolist(), ranks, values_B, mask_B):
+        line |= {"last_value": last, "rank": rank}
+        if isinstance(line.get("response"), list) or "labels" in line:
+            yield line | {"step_values": values[mask].tolist()}
+            continue
+
+        # of the response's tokens, the first of which acts if nothing else is said
+        acts = line.get("response_mask") or line.get("completion_mask")
+        n = len(acts or mask[int(mask.int().argmax()) :])
+        line["values"] = values[-n:].tolist()
+        if not acts and not mask[-n:].all():
+            line["response_mask"] = mask[-n:].int().tolist()
+        yield line
+
+
+def answer_lines(build, read, response_key=None, resume=None):
+    """Answers each line of standard input, on standard output, with what --score writes for it, or
+    with {"error": ...}, until the input ends.
+
+    build() makes a critic's worker, whose weights are those of --model; read(worker, [line]) gives
+    (rows, ...). response_key, resume: the flags, of which the second is refused."""
+    if WORLD_SIZE > 1 or resume:
+        words = "runs on one rank, and without --resume: give a folder as --model"
+        raise UserError(f"--score -: {words}")
+
+    # all else that is printed goes to standard error
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    worker = build()
+    worker.init_model(1)
+
+    # a client may wait for each answer; when it reads no more, the service ends
+    with suppress(BrokenPipeError):
+        for line in sys.stdin.buffer:
+            try:
+                rows, *_ = read(worker, [line.strip()])
+                rows.values = worker.compute_values(rows)
+                found = [*scored(rows_of_line(line, response_key), rows)]
+            except UserError as fault:
+                found = [{"error": str(fault).removeprefix("--score:1: ")}]
+            answers.writelines(f"{as_json(row)}\n" for row in found)
+            answers.flush()
 
 
 def ranks_in_prompts(rows, last_B):

@@ -184,7 +184,7 @@ class Run:
 
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: Text | None = None  # to evaluate on (None: no evaluation; the toy has its own)
-    # no training: write this JSONL file with values to out_dir/scored.jsonl
+    # no training: writes this file with values to out_dir/scored.jsonl; -: answers lines of stdin
     score: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
@@ -1473,6 +1473,9 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
+    if run.score == "-":
+        read = partial(load_rows, run)
+        return common.answer_lines(lambda: CriticWorker(config), read, run.response_key, run.resume)
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
 
@@ -1527,10 +1530,10 @@ def main(run):
         print0(f"saved      {run.out_dir}: {files}")
 
 
-def load_rows(run, worker):
+def load_rows(run, worker, lines=None):
     """(rows to train on or to score, rows to evaluate on), from files or the toy task.
 
-    There may be no rows to evaluate on."""
+    There may be no rows to evaluate on. lines: to score, instead of a file."""
     options = {
         "tokenizer": worker.tokenizer,
         "model_config": worker.model_config,
@@ -1542,7 +1545,7 @@ def load_rows(run, worker):
 
     # rows of files, or of the toy's program
     if run.score:
-        train = common.read_rows(run.score, flag="--score", **options)
+        train = common.read_rows(lines or run.score, flag="--score", **options)
         return train, train
     if run.rollouts:
         train = common.read_rows(run.rollouts, **options)
