@@ -21,7 +21,7 @@ import pytest
 import torch.distributed as dist
 import truth
 import tyro
-from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun
+from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun, worker
 from ppo_scenarios import metrics_of
 
 import common
@@ -41,9 +41,9 @@ COMMANDS = []  # (kind, command on one line, without .venv/bin/)
 for kind, block in BLOCKS:
     lines = block.replace("\\\n    ", "").replace(".venv/bin/", "").strip().splitlines()
     COMMANDS += [(kind, line) for line in lines]
-OWN, VOTE = (
+OWN, VOTE, PIPE = (
     re.search(rf"^```python {name}\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
-    for name in ("own", "vote")
+    for name in ("own", "vote", "pipe")
 )
 LOGS = re.findall(r"^```python log\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
@@ -431,6 +431,18 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         assert said[k].startswith(name) and float(said[k].split()[-1]) == pytest.approx(
             rewards / 48
         )
+
+
+@pytest.mark.slow
+def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
+    for file in ("critic_fsdp.py", "common.py"):
+        shutil.copy(ROOT / file, tmp_path)
+    worker(model="tiny-qwen2", value_head_init="normal").export_hf(tmp_path / "out" / "my" / "hf")
+    (tmp_path / "pipe.py").write_text(PIPE.replace(".venv/bin/python", sys.executable))
+    said = succeeded(run(sys.executable, "pipe.py", cwd=tmp_path)).splitlines()
+    theirs = said_by_python_of(PAGES["reference.md"], tmp_path)
+    assert json.loads(said[0]) == pytest.approx(theirs, abs=1e-5)
+    assert len(json.loads(said[1])) == 4
 
 
 def skip_without_packages(line):

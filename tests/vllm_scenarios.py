@@ -4,13 +4,19 @@ test_scenarios.py waits for it.
 Several engines may live in one process, as long as none is deleted.
 """
 
+import contextlib
 import dataclasses
+import http.server
 import importlib.util
+import io
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
+import tempfile
+import threading
 import warnings
 
 import forked
@@ -19,6 +25,7 @@ import pytest
 import rewards
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 VLLM = ("--rollout", "vllm")
 VLLM_TP_2 = (*VLLM, "--vllm.tensor-parallel-size", "2")
@@ -439,6 +446,103 @@ def state_of_the_process():
     }
 
 
+def scorer_of(w, folder, dtype="float32"):
+    """vLLM with a critic's export, as `vllm serve --runner pooling` reads it."""
+    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "ERROR"}
+    from vllm import LLM
+
+    path = tempfile.mkdtemp(dir=folder)
+    w.export_hf(path)
+    small = {"max_model_len": 512, "kv_cache_memory_bytes": 2**28, "enforce_eager": True}
+    llm = LLM(path, runner="pooling", dtype=dtype, skip_tokenizer_init=True, **small)
+    ppo_loop.VLLMRollout.engines.append(llm)
+    return llm
+
+
+def scores_by_vllm(llm, batch):
+    """(T, labels) of what it says of the state before each token of a batch; 0 for the first."""
+    prompts = [{"prompt_token_ids": ids.tolist()} for ids in batch.input_ids.split(batch.lengths)]
+    for _ in range(2):  # what it has cached of prompts changes nothing
+        found = llm.encode(prompts, pooling_task="token_classify", use_tqdm=False)
+    return torch.cat([F.pad(x.outputs.data[:-1], (0, 0, 1, 0)) for x in found])
+
+
+def scores(folder):
+    """An export served as it is: its values are the critic's, and the page says how to read those
+    of other heads; in bfloat16 they are about as far off as the critic's own."""
+    batch = helpers.random_batch(8, longest=300, prompts=3)
+    acts = batch.response_mask
+    sharp = json.dumps({**HEADS, "initializer_range": 0.1})
+    limits = {"value_range": (-2.0, 3.0)}
+    centres = torch.tensor([-2 + 5 * (i + 0.5) / 51 for i in range(51)])
+    kinds = [
+        ("tiny-qwen3-moe", {}, lambda x_TN: x_TN[:, 0]),
+        ("tiny-qwen3", {}, lambda x_TN: x_TN[:, 0]),
+        ("tiny-llama", {}, lambda x_TN: x_TN[:, 0]),
+        ("tiny-mistral", {}, lambda x_TN: x_TN[:, 0]),
+        ("tiny-gemma2", {}, lambda x_TN: x_TN[:, 0]),
+        (
+            "tiny-qwen2",
+            {"value_head": "bounded", **limits},
+            lambda x_TN: -2 + 5 * (0.5 + x_TN[:, 0].atan() / torch.pi),
+        ),
+        ("tiny-qwen2", {"value_head": "hl_gauss", **limits}, lambda x_TN: x_TN @ centres),
+        ("tiny-qwen2", {}, lambda x_TN: x_TN[:, 0]),
+    ]
+    for kind, head, values_of in kinds:
+        w = helpers.worker(model=kind, override_config=sharp, value_head_init="normal", **head)
+        w.critic.model.score.bias.data.add_(0.3)
+        values_T = w.compute_values(batch)
+        ours_T = values_of(scores_by_vllm(scorer_of(w, folder), batch))
+        off = float((ours_T - values_T)[acts].abs().max())
+        print(f"{kind} {head}: values off by {off:.1e}, their deviation {values_T[acts].std():.2f}")
+        assert off < 1e-5 and values_T[acts].std() > 0.2, (kind, off)
+
+    # the last one in bfloat16
+    w.export_hf(folder / "critic")
+    half = helpers.worker(model=str(folder / "critic"), param_dtype="bfloat16")
+    theirs_T = half.compute_values(batch)
+    ours_T = scores_by_vllm(scorer_of(w, folder, "bfloat16"), batch)[:, 0]
+    ours, theirs = (float((x - values_T)[acts].square().mean().sqrt()) for x in (ours_T, theirs_T))
+    print(f"bfloat16: off by {ours:.1e}, the critic by {theirs:.1e}, {off:.1e}")
+    assert 1e-4 < ours < 1.5 * theirs
+
+
+def the_client_of_the_page(folder):
+    """Its lines print the values of a row, from what vLLM makes of a request; the packages of its
+    server are not installed."""
+    from vllm.entrypoints.pooling.pooling.protocol import PoolingCompletionRequest, PoolingResponse
+
+    w = helpers.worker(override_config=json.dumps(HEADS), value_head_init="normal")
+    llm = scorer_of(w, folder)
+    w.export_hf(folder / "out" / "my" / "hf")
+
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            text = self.rfile.read(int(self.headers["Content-Length"]))
+            asked = PoolingCompletionRequest.model_validate_json(text)
+            prompt = {"prompt_token_ids": asked.input}
+            [found] = llm.encode(prompt, asked.to_pooling_params(), pooling_task=asked.task)
+            data = [{"index": 0, "data": found.outputs.data.tolist()}]
+            answer = PoolingResponse(model=asked.model, data=data, usage={})
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(answer.model_dump_json().encode())
+
+    server = http.server.HTTPServer(("localhost", 0), Server)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    page = (helpers.ROOT / ".github" / "reference.md").read_text()
+    lines = re.search(r"^```python served\n(.*?)^```", page, flags=re.M | re.S)[1]
+    assert "//localhost:8000/pooling" in lines
+    with contextlib.redirect_stdout(io.StringIO()) as said:
+        exec(lines.replace("8000", str(server.server_port)), {})
+
+    row = json.dumps({"prompt": "94+48=", "response": "94", "reward": 0})
+    batch = common.read_rows([row], w.tokenizer)
+    values = w.compute_values(batch)[batch.response_mask].tolist()
+    assert json.loads(said.getvalue()) == pytest.approx(values, abs=1e-5) and len(values) == 3
+
+
 def the_process_is_as_it_was(folder):
     """vLLM's changes to it, on import and at work, are undone; the process group still works."""
     assert "vllm" not in sys.modules
@@ -524,6 +628,8 @@ LAUNCHES = [
     *IMAGES,
     ("sigterm ends generate", 2, sigterm_ends_generate, (), ()),
     ("errors", 1, errors, (), ()),
+    ("scores", 1, scores, (), ()),
+    ("the client of the page", 1, the_client_of_the_page, (), ()),
     ("start", 1, start, (), ()),
     *((f"golden {x}", n, golden, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
@@ -534,6 +640,7 @@ for name, ranks, function, args, needs in LAUNCHES:
     forked.scenario(ranks, name, args, tuple(needs), fresh=True, slow=True)(function)
 
 if forked.NUMBERS:  # a rank: these read RANK when imported
+    import helpers
     import ppo_helpers as tests
     import truth
 
