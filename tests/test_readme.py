@@ -378,7 +378,7 @@ def test_command_runs(line, copy, ppo):
 @pytest.mark.slow
 def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
-    [first, export] = [line for kind, line in COMMANDS if kind == "truth"]
+    [first, export, meter] = [line for kind, line in COMMANDS if kind == "truth"]
     succeeded(ended(ppo))
     steps = str(STEPS[rf"{LONGEST}$"])
     saved = succeeded(ended(started(re.sub(r"(step_|--steps )60", rf"\g<1>{steps}", export), copy)))
@@ -391,6 +391,11 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
         said = succeeded(ended(started(f"{line} --out-dir out/truth_{folder} --most 16", copy)))
         told.append(re.search(rf"^\| out/{folder}/critic_hf (\|.*)$", said, flags=re.M)[1])
     assert told[0] == told[1]
+
+    # the true values are there
+    meter = meter.replace("tests/noise.py", str(ROOT / "tests" / "noise.py"))
+    words = f"{meter} --out-dir out/truth_ppo_loop --most 16"
+    assert "| out/ppo_loop/critic_hf, lambda 1 |" in succeeded(ended(started(words, copy)))
 
     # each column of the table is on the page
     columns = re.search(r"^\| \|(.*)\|$", said, flags=re.M)[1].replace("lambda ", "").split("|")
