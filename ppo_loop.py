@@ -3118,7 +3118,7 @@ def search(engine, critic, run, task, rows, temperature, images=None):
             ids = reply.ids + [0] * n
             behind.append(replace(reply, ids=ids, log_probs=reply.log_probs + [0.0] * n))
         batch = to_batch(behind)
-        batch.row_id = torch.arange(RANK, len(batch) * WORLD_SIZE, WORLD_SIZE)
+        batch.row_id = RANK + WORLD_SIZE * torch.arange(len(batch))
         values_B = critic.compute_values(batch)[common.last_action(batch)]
 
         # the best one by V + log p / beta; a row's candidates have all but the block in common

@@ -9,7 +9,7 @@ from math import inf
 
 import pytest
 import torch
-from helpers import ROOT, worker
+from helpers import ROOT, succeeded, torchrun, worker
 from ppo_helpers import (
     EOS,
     SHARP,
