@@ -7,9 +7,12 @@ import statistics
 import types
 from math import inf
 
+import decoding
+import numpy as np
 import pytest
+import rewards
 import torch
-from helpers import ROOT, succeeded, torchrun, worker
+from helpers import ROOT, refused, succeeded, torchrun, worker
 from ppo_helpers import (
     EOS,
     SHARP,
@@ -21,6 +24,7 @@ from ppo_helpers import (
     plain,
     policy,
     some_prompts,
+    text_of_reply,
 )
 from reference import log_softmax_of, nucleus
 from transformers import AutoModelForTokenClassification
@@ -96,6 +100,7 @@ def test_a_text_to_stop_at_may_lie_across_blocks(block):
     def said(*texts):
         task = a_task(stop_texts=ppo_loop.stop_texts(a_run(stop=texts), TOKENIZER))
         replies = ppo_loop.search(engine, critic, run, task, rows, 1.0)
+        assert all(len(ids) == len(log_probs) for ids, log_probs, _ in replies)
         return [(TOKENIZER.decode(ids), ended) for ids, _, ended in replies]
 
     free = said()
@@ -132,7 +137,11 @@ def test_a_search_answers_the_held_out_prompts_and_trains_nothing(
     ]
     mean = statistics.fmean(row["score"] for row in rows)
     assert mean > 0 and f"searched   mean reward {mean:.3f}\n" in said
-    assert re.search(r"^greedy     mean reward 0\.\d{3}$", said, re.MULTILINE)
+
+    asked = [(ids_of(row["prompt_text"]), 0, 8) for row in rows]
+    greedy = [text_of_reply(ids) for ids, *_ in engine_of(policy()).generate(asked, 0.0)]
+    mean = statistics.fmean(rewards.share_of_letters("", text, "") for text in greedy)
+    assert f"greedy     mean reward {mean:.3f}\n" in said
 
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
     for row in rows:
@@ -142,6 +151,10 @@ def test_a_search_answers_the_held_out_prompts_and_trains_nothing(
         assert row["values"] == pytest.approx(values.tolist(), abs=1e-5)
         assert sum(row["rewards"]) == pytest.approx(row["score"])
     assert len(common.read_rows(str(out / "searched.jsonl"), TOKENIZER)) == len(rows)
+
+    no_critic = folders.replace("/critic", "/policy")
+    with refused("holds no trained value head", f"--critic.model {tmp_path}/policy: "):
+        ppo_loop.main(parse(f"--search 3 --critic {backend} {no_critic}"))
 
 
 @pytest.mark.slow
@@ -167,3 +180,55 @@ def test_two_ranks_search_as_one(folders, tmp_path):
         for one, two in zip(*found, strict=True):
             assert two.pop("values") == pytest.approx(one.pop("values"), abs=1e-5)
             assert one == two
+
+
+def test_choices_among_whole_answers_by_hand(folders, parse, tmp_path):
+    """What each way earns on average if ties are broken by lot, and which tokens it costs."""
+    flags = f"--search 1 --reward {REWARDS}:share_of_letters --temperature 0.4 {folders}"
+    run, task = ppo_loop.set_up(parse(flags))
+    meter = decoding.Meter(run, task)
+    prompts = task.held_out[:5]
+    ways = decoding.chosen(meter, run, task, prompts, 3)
+
+    replies = [ppo_loop.Reply(prompts[i // 3], i) for i in range(15)]
+    ppo_loop.roll_out(meter.engine, task, replies, run, run.temperature, f"{run.seed}")
+    critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
+    expected = {name: [] for name in ways}
+    for i in range(0, 15, 3):
+        some = replies[i : i + 3]
+        earns = [rewards.share_of_letters("", reply.text, "") for reply in some]
+        ids = [torch.tensor([reply.prompt.ids + reply.ids[:-1]]) for reply in some]
+        answers = [([*re.findall("[0-9]+", x.text)] or [x.text])[-1] for x in some]
+        for mine, heights in zip(
+            expected.values(),
+            (
+                [0, 0, 0],
+                [answers.count(x) for x in answers],
+                [sum(reply.log_probs) for reply in some],
+                [critic(x).logits[0, -1, 0].item() for x in ids],
+            ),
+        ):
+            mine.append(statistics.fmean(x for x, h in zip(earns, heights) if h == max(heights)))
+    for name, mine in expected.items():
+        np.testing.assert_allclose(ways[name].rewards, mine, atol=1e-6, err_msg=name)
+
+    drawn = sum(len(reply.ids) for reply in replies)
+    read = drawn + sum(len(reply.prompt.ids) for reply in replies)
+    costs = [way.cost[:2].tolist() for way in ways.values()]
+    assert costs == [[drawn / 3, 0], [drawn, 0], [drawn, 0], [drawn, read]]
+
+
+def test_the_table_has_the_beta_that_is_best_for_other_prompts(folders, parse, capsys):
+    """And the values alone."""
+    asked = decoding.Decoding("", "", n=(2,), betas=(1e-3, 1.0), blocks=(8,), seeds=1, most=9)
+    flags = f"--search 1 --reward {REWARDS}:share_of_letters {folders}"
+    decoding.tell(decoding.compare(asked, parse(flags)))
+    *said, table = capsys.readouterr().out.split("\n\n")
+    betas = dict(re.findall(r"(\S+): (\d\.\d{3})", said[0].partition("by beta")[2]))
+    assert [*betas] == ["0.001", "1", "inf"]
+    rows = [line.split(" | ") for line in table.splitlines()[2:]]
+    names = [row[0].removeprefix("| ") for row in rows]
+    assert names[:4] == ["greedy", "one sample", "majority of 2", "most likely of 2"]
+    best = max(betas, key=betas.get)
+    searched = [name.rpartition("beta ")[2] for name in names[5:]]
+    assert set(searched) == {best, "inf"}
