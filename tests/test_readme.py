@@ -73,7 +73,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth"
+    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -373,6 +373,16 @@ def test_command_runs(line, copy, ppo):
         check_ppo_on_gsm8k(copy)
     if re.match(r".* critic_fsdp.py .*gsm8k", line):
         check_critic_on_gsm8k(copy, out)
+
+
+@pytest.mark.slow
+def test_the_loops_critic_helps_to_answer_held_out_prompts(copy, ppo):
+    """The page's command, after the loop, which makes fewer steps here."""
+    [line] = [line for kind, line in COMMANDS if kind == "search"]
+    succeeded(ended(ppo))
+    said = succeeded(ended(started(line, copy)))
+    assert re.search(r"^searched   mean reward 0\.\d{3}$", said, flags=re.M)
+    assert len(common.read_lines(copy / "out" / "searched" / "searched.jsonl")) == 446
 
 
 @pytest.mark.slow
