@@ -37,6 +37,10 @@ PPO = {
     "a critic of least noise": (
         "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
     ),
+    "the same, reads the right answer": (
+        "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
+        " --privileged-key response"
+    ),
     "oracle: true V(s), lambda 1": "--baseline V",
     "oracle: true V(s), lambda 0.95": "--baseline V --lam-policy 0.95",
     "oracle: true V(s), lambda 0": "--baseline V --lam-policy 0",

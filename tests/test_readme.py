@@ -169,6 +169,13 @@ def test_what_the_first_screen_says_is_in_results():
         mean, error = map(float, re.search(row.format(recipe), section, flags=re.M).groups())
         assert f"{mean:.2f} +- {error:.2f} {words}" in README.replace("\n  ", " ")
 
+    # the mean of least noise, and what a perfect critic leaves of the noise on two tasks
+    section = PAGES["RESULTS.md"].partition("\n## The noise of the actor's gradient")[2]
+    more = re.search(r"^\| no critic: `--whiten noise` .* (\S+ \+- \S+) \|$", section, flags=re.M)[1]
+    assert f"costs nothing and earns {more} more" in README.replace("\n  ", " ")
+    noise = re.search(r"^\| minus true V\(s\) \| (\S+) \S+ \S+ \| (\S+)", section, flags=re.M)
+    assert all(float(x) > 1 for x in noise.groups())
+
     # which of four answers of a pretrained model is chosen, by the critic with three seeds
     section = PAGES["RESULTS.md"].partition("\n## A real model")[2].replace("\n", " ")
     best = re.search(r"\| 3 \| [^|]* \| [^|]* \| (\S+) \+-", section)[1]
