@@ -15,6 +15,7 @@ from reference import clipped_loss, whitened_by_hand
 from transformers import AutoModelForCausalLM
 
 import common
+import critic_fsdp
 import ppo_loop
 
 ROWS = [("a=", "h"), ("bb=", "ht"), ("a=", "t")]
@@ -37,9 +38,10 @@ def task_flags(folder, rows=ROWS):
 # ---- The meter -----------------------------------------------------------------------------------
 
 
-def read_lines(folder, lines, **fields):
+def read_lines(folder, lines, more=(), **fields):
     """A Read of these answers to prompts, and transformers' model with the same weights."""
     flags = [*task_flags(folder), "--actor.model", str(folder / "policy"), "--temperature", "0.7"]
+    flags += more
     run, task = ppo_loop.set_up(ppo_loop.parse(flags))
     given = noise.Noise(policy=str(folder / "policy"), **fields)
     lm = AutoModelForCausalLM.from_pretrained(folder / "policy")
@@ -83,22 +85,23 @@ def test_the_dot_products_are_those_of_gradients(full, tmp_path):
 
 
 def test_true_b_is_the_mean_of_the_action_values_by_noise(tmp_path):
-    """At each place of the right answer, a sum over all tokens; the end may be any token of two."""
-    lines = [line_of("a=", [*ids_of("ht"), EOS], "ht")]
-    read, lm = read_lines(tmp_path, lines, exact="{answer}")
+    """At each place of the right answer, a sum over all tokens; two of them end it."""
+    lines = [line_of("a=", [*ids_of("hh"), EOS], "hh")]
+    read, lm = read_lines(tmp_path, lines, ["--stop", "t"], exact="{answer}")
     ids = torch.tensor([lines[0]["prompt_ids"] + lines[0]["response_ids"]])
     with torch.no_grad():
         p_RV = (lm(ids).logits[0, 1:-1].double() / 0.7).softmax(-1)
-    right = [*ids_of("ht"), EOS]
+
     behind = 1.0
+    right = [*([x] for x in ids_of("hh")), [EOS, *ids_of("t")]]
     for i in reversed(range(3)):
         p_V = p_RV[i].tolist()
         squares = math.fsum(p * p for p in p_V)
         w_V = [1 - 2 * p + squares for p in p_V]
-        q_V = [behind if token == right[i] else 0.0 for token in range(len(p_V))]
+        q_V = [behind if token in right[i] else 0.0 for token in range(len(p_V))]
         b = math.fsum(p * w * q for p, w, q in zip(p_V, w_V, q_V))
         b /= math.fsum(p * w for p, w in zip(p_V, w_V))
-        behind *= p_V[right[i]]
+        behind *= sum(p_V[token] for token in right[i])
         ours = behind * read.right[i] / (1 - read.squares[i])
         assert ours == pytest.approx(b, rel=1e-4)
 
@@ -368,3 +371,14 @@ def test_a_file_has_the_chances_of_its_tokens_or_a_critic_of_least_noise_refuses
     del lines[3]["log_probs"]
     rows = [json.dumps(line) for line in lines]
     assert common.read_rows(rows, None).rollout_log_probs is None
+
+    common.replace_lines(f"{tmp_path}/some.jsonl", lines)
+    critic = worker(model="tiny-qwen2")
+    config = critic_fsdp.Config(value_weights="noise")
+    for file in ("rows", "some"):
+        run = critic_fsdp.Run(critic=config, rollouts=f"{tmp_path}/{file}.jsonl")
+        if file == "rows":
+            critic_fsdp.load_rows(run, critic)
+        else:
+            with refused("some rows of --rollouts have no log_probs"):
+                critic_fsdp.load_rows(run, critic)
