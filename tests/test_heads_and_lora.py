@@ -229,6 +229,7 @@ ANOTHER = {
     "freeze": {"freeze_modules": "norm"},
     "bounded": {"value_range": (0.0, 1.0)},
     "places": {"freeze_modules": "up"},
+    "noise": {"freeze_modules": "up"},
 }
 
 
