@@ -1855,8 +1855,8 @@ def masked_whiten(x_T, mask_T):
 def whiten_by_noise(batch):
     """(T,) advantages minus a mean that weighs actions by their noise, scaled to a mean square of 1
     over all ranks; zero elsewhere. Of all constants, that mean leaves the least noise in the
-    actor's gradient (Greensmith, Bartlett and Baxter 2004, theorem 8). It is of the other answers:
-    with its own luck in it, an answer of great weight would count for less."""
+    actor's gradient (Greensmith, Bartlett and Baxter 2004). It is of the other answers: with its
+    own luck in it, an answer of great weight would count for less."""
     mask_T = batch.response_mask
     row_T = batch.row_of_token
     w_T = common.noise_weights(batch)
@@ -1865,9 +1865,10 @@ def whiten_by_noise(batch):
     # sums of each answer, and of all the others
     zeros_2B = torch.zeros(2, len(batch), dtype=torch.float64)
     mine_2B = zeros_2B.index_add(1, row_T, torch.stack([w_T * x_T, w_T]))
-    sum_2 = torch.tensor(common.add_up(*mine_2B.sum(1).tolist()))
-    sum_B, weight_B = sum_2[:, None] - mine_2B
-    mean_B = sum_B / weight_B.clamp(min=1e-9 * max(float(sum_2[1]), 1e-9))
+    total, weight = common.add_up(*mine_2B.sum(1).tolist())
+    mine_B, my_weight_B = mine_2B
+    least = 1e-9 * max(weight, 1e-9)  # of an answer without others: their mean is 0
+    mean_B = (total - mine_B) / (weight - my_weight_B).clamp(min=least)
 
     less_T = torch.where(mask_T, x_T - mean_B[row_T], 0.0)
     n, squares = common.add_up(int(mask_T.sum()), float(less_T.square().sum()))
