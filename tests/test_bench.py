@@ -86,8 +86,9 @@ def test_task_of_digits(tmp_path, capsys, monkeypatch):
         hits.append(right / digits.LENGTH)
 
     assert abs(sum(hits) / len(hits) - (0.25 + 0.75 * digits.RIGHT)) < 0.03
-    monkeypatch.setattr(ablations, "DIGITS", dict([list(ablations.DIGITS.items())[5]]))
+    name = "pretrained critic, lambda 1"
+    monkeypatch.setattr(ablations, "DIGITS", {name: ablations.DIGITS[name]})
     monkeypatch.setattr(digits, "STEPS", (2, 2))
     monkeypatch.setattr("subprocess.run", lambda command, **_: succeeded(run(*command)))  # as forks
     ablations.ablations(tmp_path, task="digits", seeds=1, steps=8)
-    assert "| pretrained critic, lambda 1 |" in capsys.readouterr().out
+    assert f"| {name} |" in capsys.readouterr().out
