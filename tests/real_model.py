@@ -163,11 +163,15 @@ COMMON = f"""--prompts {{out}}/prompts.jsonl --eval-prompts {{out}}/held_out.jso
     --eval-every 20 --save-every 10 --keep 1"""
 LINE = "--stop {newline} --max-response-length 12"  # a line of text, as line_of asks for
 CRITIC = f"--train-batch-size {ANSWERS} --critic.freeze-modules {LOWEST}"
+LESS_NOISE = f"{CRITIC} --critic.value-head-init mean --whiten noise"
 # values that stay 0, of a critic that costs little
 NONE = """--critic.model {model} --critic.override-config {{"num_hidden_layers":1}}
     --critic.freeze-modules embed_tokens|layers --critic.value-head-init zero --critic.lr 1e-30"""
 PPO = {
     "no critic: minus the batch's mean": f"{NONE} --train-batch-size {ANSWERS}",
+    "no critic: minus the mean of least noise": (
+        f"{NONE} --train-batch-size {ANSWERS} --whiten noise"
+    ),
     "critic from scratch, head at the mean": (
         f"{CRITIC} --critic.model {{model}} --critic.value-head-init mean"
     ),
@@ -175,6 +179,11 @@ PPO = {
         f"{NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4 --critic-where-it-helps"
     ),
     "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
+    "critic from scratch, less noise": f"{LESS_NOISE} --critic.model {{model}}",
+    "the same, the actor's lambda 0.9": (
+        f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0.9"
+    ),
+    "the same, the actor's lambda 0": f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0",
 }
 
 
@@ -233,27 +242,31 @@ def ppo(
     out: pathlib.Path = OUT,
     model: pathlib.Path = MODEL,
     seeds: int = 3,
+    first_seed: int = 101,
     steps: int = 60,
+    only: tuple[str, ...] = (),
     table: bool = False,
 ):
-    """Makes the runs of all recipes, one seed after another, and prints their table. --table: only
-    the table, of what there is so far."""
+    """Makes the runs of all recipes, one seed after another, and prints their table. --only: of
+    these recipes. --table: only the table, of what there is so far."""
     out = out / "ppo"
     write_sums(out, line_of)
     asked = steps // 8  # steps whose answers a critic is pretrained on
+    recipes = {name: PPO[name] for name in only or PPO}
     numbers = itertools.count(1)
-    for seed in range(101, 101 + seeds):
-        for name, flags in {} if table else PPO.items():
-            tell(out, next(numbers), seeds * len(PPO))
-            blanks = {"out": out, "model": model}
-            mine = steps
-            if "{pretrained}" in flags:
-                mine = steps - asked
-                blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
-            words = words_of(f"{COMMON} {LINE} {flags} --steps {mine}", **blanks)
-            without_weights(make(out, name, seed, "ppo_loop.py", words))
+    all_seeds = range(first_seed, first_seed + seeds)
+    for seed, name in [] if table else itertools.product(all_seeds, recipes):
+        flags = recipes[name]
+        tell(out, next(numbers), seeds * len(recipes))
+        blanks = {"out": out, "model": model}
+        mine = steps
+        if "{pretrained}" in flags:
+            mine = steps - asked
+            blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
+        words = words_of(f"{COMMON} {LINE} {flags} --steps {mine}", **blanks)
+        without_weights(make(out, name, seed, "ppo_loop.py", words))
 
-    table_of_ppo(out, range(101, 101 + seeds), asked)
+    table_of_ppo(out, all_seeds, asked)
 
 
 def table_of_ppo(out, seeds, asked):
