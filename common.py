@@ -51,6 +51,7 @@ import shlex
 import signal
 import sys
 import traceback
+import warnings
 import zlib
 from bisect import bisect_left, bisect_right
 from concurrent.futures import ThreadPoolExecutor
@@ -88,6 +89,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
+from transformers.pytorch_utils import Conv1D
 from transformers.utils import cached_file, find_adapter_config_file
 
 try:
@@ -3684,6 +3686,28 @@ def load_model(kind, config, model_config, seed):
     if quantised:
         words += f", {quantised['quant_method']} read as float32"
     return model.float(), f"{words} (no optimizer state)"
+
+
+def add_lora(backbone, config):
+    """With --lora-rank r, freezes the backbone and gives its linear layers adapters, by peft.
+
+    A layer then computes W x + alpha / r B A x (LoRA, 2106.09685). A is random, B zero: values
+    start unchanged. Experts stored as one tensor get none. UserError: r is above the model's
+    width."""
+    rank = config.lora_rank
+    if not rank:
+        return
+    width = backbone.config.get_text_config().hidden_size
+    if rank > width:
+        flag = f"{config.prefix}lora-rank {rank}"
+        raise UserError(f"{flag}: must be at most {width}, the model's hidden_size")
+    from peft import LoraConfig, inject_adapter_in_model
+
+    backbone = nn.ModuleList([backbone])  # peft would choose by its config
+    linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    lora = LoraConfig(r=rank, lora_alpha=config.lora_alpha, target_modules=linear)
+    with warnings.catch_warnings(action="ignore"):  # peft says that it adapts itself to GPT-2
+        inject_adapter_in_model(lora, backbone)
 
 
 def refuse_scales(names, flag):

@@ -268,7 +268,6 @@ from transformers import AutoModel
 # what only this script needs: its warnings, then its imports
 warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view")  # only read
 warnings.filterwarnings("ignore", ".*`NO_SHARD`")  # FSDP1 on one rank
-warnings.filterwarnings("ignore", "fan_in_fan_out is")  # peft, which adapts itself to GPT-2
 
 from contextlib import nullcontext
 from copy import deepcopy
@@ -283,7 +282,6 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader, state_dict
 from torch.utils._triton import has_triton
 from transformers import Qwen2VLImageProcessorPil
 from transformers.image_utils import load_image
-from transformers.pytorch_utils import Conv1D
 
 import common
 from common import RANK, WORLD_SIZE, Batch, Pack, UserError, blame, of_all_ranks, print0, published
@@ -328,7 +326,7 @@ def build_skeleton(config, model_config):
         model = ValueModel(backbone)
         if config.use_remove_padding:
             common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)
-        add_lora(backbone, config)
+        common.add_lora(backbone, config)
         if not reads_images(config, model_config):
             common.freeze_towers(backbone)
         freeze(model, config)
@@ -353,7 +351,7 @@ def read_weights(config, model_config):
 
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
-    add_lora(backbone, config)
+    common.add_lora(backbone, config)
     return model, f"{origin}; {words}"
 
 
@@ -1552,9 +1550,8 @@ def trade(x, group, scatter, gather):
 # ---- LoRA and frozen weights ---------------------------------------------------------------------
 #
 # A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
-# build_skeleton (freeze, add_lora), read_weights (add_lora), `shape` (what_trains) and export_hf
-# (merge_lora). LoRA also has units in shard_fsdp1 (adapter) and a warnings filter (fan_in_fan_out).
-# Freezing has units in shard_fsdp1, too (frozen).
+# build_skeleton (freeze), `shape` (what_trains) and export_hf (merge_lora). build_skeleton and
+# read_weights call common.add_lora. In shard_fsdp1 both have units of their own (adapter, frozen).
 
 
 def freeze(model, config):
@@ -1579,27 +1576,6 @@ def what_trains(config):
     if config.lora_rank:
         flags |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
     return flags
-
-
-def add_lora(backbone, config):
-    """With --lora-rank r, freezes the backbone and gives its linear layers adapters.
-
-    A layer then computes W x + alpha / r B A x (LoRA, 2106.09685). A is random, B zero: values
-    start unchanged. Experts stored as one tensor get none. UserError: r is above the model's
-    width."""
-    rank = config.lora_rank
-    if not rank:
-        return
-    width = backbone.config.get_text_config().hidden_size
-    if rank > width:
-        flag = f"{config.prefix}lora-rank {rank}"
-        raise UserError(f"{flag}: must be at most {width}, the model's hidden_size")
-    from peft import LoraConfig, inject_adapter_in_model
-
-    backbone = nn.ModuleList([backbone])  # peft would choose by its config
-    linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
-    lora = LoraConfig(r=rank, lora_alpha=config.lora_alpha, target_modules=linear)
-    inject_adapter_in_model(lora, backbone)
 
 
 def merge_lora(state, config, model_config):

@@ -39,7 +39,7 @@ import traceback
 import warnings
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import ExitStack, contextmanager, redirect_stderr, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
@@ -147,6 +147,8 @@ class ActorConfig:
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
     override_config: Text = "{}"
+    lora_rank: Count = 0  # train only LoRA adapters of this rank (0: no LoRA)
+    lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     # recompute activations in the backward pass: less memory, more time
     gradient_checkpointing: bool = False
     # dtype of matrix products (auto: float32 on CPU, else bfloat16)
@@ -335,6 +337,7 @@ class Run:
             (self, "search_block", "--search", self.search),
             (self, "search_beta", "--search", self.search),
             (self, "kl_penalty", "--kl-coef or --actor.kl-loss-coef", self.uses_reference),
+            (self.actor, "lora_alpha", "--actor.lora-rank", self.actor.lora_rank),
             (self.actor, "kl_loss_type", "--actor.kl-loss-coef", self.actor.kl_loss_coef),
             (self.vllm, "tensor_parallel_size", "--rollout vllm", vllm),
             (self.vllm, "gpu_memory_utilization", "--rollout vllm", vllm),
@@ -523,7 +526,7 @@ def add_log_probs(loop, step, batch):
     batch.ref_log_probs = batch.old_log_probs
     if loop.reference:
         with loop.phases("reference", loop.reference):
-            batch.ref_log_probs = loop.reference.compute_log_probs(batch)
+            batch.ref_log_probs = loop.reference.compute_log_probs_of_base(batch)
 
 
 def update_critic(loop, batch, replies):
@@ -832,6 +835,7 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
     skeleton = build_skeleton(actor, model_config, torch.float32)
+    common.add_lora(skeleton.base_model, actor)
     if images_of(run, actor, model_config) is None:
         common.freeze_towers(skeleton)
     common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
@@ -951,15 +955,15 @@ def build(run, task, device, checkpoints):
             worker.offload()
         return worker
 
-    # the actor, and the reference, which is the actor before training
+    # the actor, and the reference, which is the actor before training, or without its adapters
     actor = PolicyWorker(run, task, device)
     actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
     actor.max_tokens_forward = max(actor.max_tokens_forward >> halvings, task.longest)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
-    reference = None
-    if run.uses_reference:
+    reference = actor if run.uses_reference else None
+    if reference and not run.actor.lora_rank:
         reference = away(PolicyWorker(run, task, device, trains=False))
         reference.max_tokens_forward = actor.max_tokens_forward
 
@@ -2019,19 +2023,27 @@ class PolicyWorker:
             source, _ = common.load_model(kind, config, model_config, run.seed)
             lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
 
-        # with a KL term, a resumed run must load the same reference
+        # a resumed run must load the same reference, and adapters the same model
         checksum = 0.0
-        if run.uses_reference:
+        if run.uses_reference or config.lora_rank:
             checksum = of_all_ranks(checksum_of(source))[0]
         self.shape = common.shape_of(model_config, {"weights of the reference": checksum})
         if config.gradient_checkpointing and trains:
-            lm.gradient_checkpointing_enable()
+            options = {"use_reentrant": False}
+            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         kind = "actor    " if trains else "reference"
         size = f"{lm.num_parameters():,} parameters"
-        print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
 
         # shard it, then send the weights
         self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
+        if config.lora_rank:
+            self.model.requires_grad_(False)
+            self.shape |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
+            for whole in filter(None, (lm, source)):
+                common.add_lora(whole.base_model, config)
+            count = sum(p.numel() for p in lm.parameters() if p.requires_grad)
+            size += f"; {count:,} of adapters train"
+        print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
         common.train_quietly(lm)
         if not self.images and common.freeze_towers(lm) and trains:
             print0("images     are not read; the vision tower stays as it is")
@@ -2208,6 +2220,16 @@ class PolicyWorker:
 
         return self.give_back(log_probs, local, table, batch)
 
+    def compute_log_probs_of_base(self, batch):
+        """compute_log_probs of the reference: the policy without its adapters, if it has any."""
+        without = nullcontext()
+        if self.config.lora_rank:
+            from peft.helpers import rescale_adapter_scale
+
+            without = rescale_adapter_scale(self.model, 0)
+        with without:
+            return self.compute_log_probs(batch)
+
     def give_back(self, log_probs, local, table, batch):
         """Log-probs of this rank's micro-batches -> (T,) of the caller's rows (a collective).
         UserError: some are not finite."""
@@ -2364,18 +2386,31 @@ class PolicyWorker:
 
     # ---- weights and checkpoints
 
+    @torch.no_grad()
     def weights(self, dtype=torch.float32):
-        """Yields (name, full tensor) for each weight, one at a time (a collective)."""
+        """Yields (name, full tensor) for each weight, one at a time and with its adapter (a
+        collective); then what else is stored, such as the correction that some routers add."""
         self.check_ready(saves=True)
-        for name, p in self.model.lm.named_parameters():
-            yield name, p.detach().to(dtype).full_tensor()
+        lm = self.model.lm
+        for name, x in lm.named_parameters():
+            if ".lora_" in name:
+                continue
+            layer, adapted, _ = name.partition(".base_layer.weight")
+            if adapted:
+                x = x + lm.get_submodule(layer).get_delta_weight("default")
+            yield name.replace(".base_layer", ""), x.to(dtype).full_tensor()
+        stored = lm.state_dict()
+        yield from ((name, x) for name, x in lm.named_buffers() if name in stored)
 
     def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share memory with model and optimizer."""
+        """All state as one flat dict of tensors, which share memory with model and optimizer. With
+        adapters, the model that they belong to is not part of it."""
         self.check_ready(saves=True)
         common.onload(self.moments_away)
         tensors = {}
         for name, p in self.model.named_parameters():
+            if self.config.lora_rank and not p.requires_grad:
+                continue
             tensors[f"model.{name}"] = p.detach()
             for key, x in self.optimizer.state.get(p, {}).items():
                 tensors[f"optimizer.{name}.{key}"] = x
@@ -2674,8 +2709,9 @@ class HFRollout:
     @torch.no_grad()
     def sync(self, weights):
         """Copies the actor's weights into the engine: (name, full tensor) pairs in self.dtype."""
+        held = self.model.state_dict()
         for name, weight in weights:
-            self.model.get_parameter(name).copy_(weight)
+            held[name].copy_(weight)
 
     def offload(self):
         self.away += common.offload(self.model.parameters())

@@ -222,6 +222,26 @@ def goes_on(folder, name, layout, *flags):
             assert_same_run(whole, out, f"{name}, resumed")
 
 
+def adapters(folder, name):
+    """A run whose actor trains adapters, next to the reference that is itself without them. Two
+    ranks make the metrics and samples of one; resumed with --offload, all is the same bit for
+    bit."""
+    flags = ("--actor.lora-rank", "8", "--actor.lora-alpha", "32", "--actor.lr", "1e-3")
+    toy(folder, name, *flags)
+    if common.WORLD_SIZE == 1:
+        return
+
+    again = f"{name}, resumed"
+    middle = folder / name / "checkpoints" / "step_2"
+    toy(folder, again, *flags, "--offload", "--resume", str(middle))
+    if common.RANK == 0:
+        alone = folder / "adapters, fsdp 1"
+        assert_close_runs([folder / name], alone)
+        assert sampled(folder / name) == sampled(alone)
+        assert_same_run(folder / name, folder / again, again)
+        assert steps_of(folder / name)[-1]["kl/reference"] > 1e-3
+
+
 def update_of_the_actor(folder):
     """Gradients before clipping, norm, metrics and weights of an update equal those of one rank."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
@@ -229,6 +249,7 @@ def update_of_the_actor(folder):
         ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
         ("small micro-batches", 21, cut),
         ("2 rows", 2, {"gradient_checkpointing": True}),  # some of 4 ranks have none
+        ("21 rows, adapters", 21, {"lora_rank": 8, "kl_loss_coef": 0.1}),
     ):
         path = folder / f"update of {name}.pt"
         ours = one_update(path, n, fields)
@@ -269,7 +290,7 @@ def assert_same_step(ours, theirs, norm, name):
 def one_update(path, n, fields):
     """Results of update_policy on random rows. All ranks load the rows that a run on one rank
     saved, whose log-probs they must reproduce."""
-    from helpers import captured_gradients
+    from helpers import captured_gradients, full_tensor
     from ppo_helpers import batch_to_learn, policy
 
     fields = {"lr": 1e-3, "grad_clip": 0.1, "ppo_mini_batch_size": n, **fields}
@@ -289,7 +310,8 @@ def one_update(path, n, fields):
 
     with captured_gradients(worker) as seen:
         metrics = worker.update_policy(batch.select(mine))
-    weights = {f"lm.{name}": x.clone() for name, x in worker.weights()}
+    weights = worker.model.named_parameters()
+    weights = {name: full_tensor(p.detach()).clone() for name, p in weights if p.requires_grad}
 
     # the log-probs that an update computes come back to the rows' ranks
     again = dataclasses.replace(batch.select(mine), old_log_probs=None)
@@ -476,6 +498,8 @@ LAUNCHES = [
      ("golden megatron tp 2",)),
     ("one row on 1", 1, one_row, ("one row, fsdp 1",), ("start",)),
     ("one row on 2", 2, one_row, ("one row, fsdp 2",), ("start", "one row on 1")),
+    ("adapters on 1", 1, adapters, ("adapters, fsdp 1",), ("start",)),
+    ("adapters on 2", 2, adapters, ("adapters, fsdp 2",), ("start", "adapters on 1")),
     ("update of the actor on 1", 1, update_of_the_actor, (), ()),
     *((f"update of the actor on {n}", n, update_of_the_actor, (), ("update of the actor on 1",))
       for n in (2, 4)),

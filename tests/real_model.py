@@ -180,9 +180,7 @@ PPO = {
     ),
     "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
     "critic from scratch, less noise": f"{LESS_NOISE} --critic.model {{model}}",
-    "the same, the actor's lambda 0.9": (
-        f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0.9"
-    ),
+    "the same, the actor's lambda 0.9": (f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0.9"),
     "the same, the actor's lambda 0": f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0",
 }
 

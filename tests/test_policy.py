@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 
+import models
 import pytest
 import torch
 import transformers
@@ -14,10 +15,12 @@ from ppo_helpers import (
     TIED,
     TOKENIZER,
     a_task,
+    batch_of,
     batch_to_learn,
     engine_of,
     plain,
     policy,
+    some_prompts,
     tied,
 )
 from reference import loss_by_hand, loss_of_one_action
@@ -388,6 +391,27 @@ def test_transformers_and_the_engine_read_an_export(kind, tmp_path):
     assert same(weights, dict(again.weights()))
     ours, theirs = (x.compute_log_probs(batch) for x in (again, w))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", ["glm4_moe", "nemotron_h", "deepseek_v3"])
+def test_the_correction_of_a_router_reaches_the_engine_and_the_export(kind, tmp_path):
+    """It is no parameter, but stored with them, and decides which experts a token gets."""
+    model_config = models.tiny_config(transformers.CONFIG_MAPPING[kind])
+    lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
+    corrections = [x for name, x in lm.named_buffers() if "correction" in name]
+    for x in corrections:
+        x.normal_(0, 0.5)
+    assert corrections
+    lm.save_pretrained(tmp_path)
+
+    w = policy(tmp_path, override_config="{}")
+    rows = [(prompt, 7 + i, 12) for i, prompt in enumerate(some_prompts())]
+    batch = batch_of([prompt for prompt, _, _ in rows], engine_of(w).generate(rows, 1.0))
+    log_probs_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(log_probs_T, batch.rollout_log_probs, rtol=0, atol=1e-5)
+    w.export_hf(f"{tmp_path}/hf", TOKENIZER)
+    again = policy(f"{tmp_path}/hf", override_config="{}")
+    assert torch.equal(again.compute_log_probs(batch), log_probs_T)
 
 
 def test_what_ends_a_turn_is_said_by_tokenizer_and_generation_config(tmp_path):

@@ -1,0 +1,151 @@
+"""An actor that trains only LoRA adapters, and its reference, which is the same model without."""
+
+import dataclasses
+
+import pytest
+import torch
+import transformers
+from helpers import captured_gradients, full_tensor, refused
+from ppo_helpers import KINDS, TOKENIZER, a_run, batch_to_learn, engine_of, plain, policy, tied
+from reference import loss_by_hand
+
+import common
+from common import UserError
+
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}  # so adapters are scaled by 2
+
+
+def adapters_of(w):
+    """name -> whole adapter of this actor."""
+    weights = w.model.named_parameters()
+    return {name: full_tensor(p.detach()).clone() for name, p in weights if ".lora_" in name}
+
+
+def base_of(w):
+    """name -> whole weight of the model that the adapters belong to."""
+    weights = w.model.named_parameters()
+    return {name: full_tensor(p.detach()).clone() for name, p in weights if ".lora_" not in name}
+
+
+def same(a, b):
+    """Whether two dicts of tensors are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def an_adapted_actor(kind="tiny-qwen2", steps=2, **fields):
+    """(an actor whose adapters have made these steps, the batch that it has learned)."""
+    w = policy(kind, 0.7, **LORA | {"ppo_max_token_len_per_gpu": 90, "lr": 1e-2} | fields)
+    batch = batch_to_learn(w, seed=1)
+    for _ in range(steps):
+        w.update_policy(batch)
+    return w, batch
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_adapters_gradient_is_that_of_the_layers_weight_by_the_chain_rule(kind):
+    """W + 2 B A: dA = 2 B^T dW and dB = 2 dW A^T, with dW of plain transformers in float64. The
+    weights themselves stay as they are. Recomputed activations give the same."""
+    seen = []
+    for recomputes in (False, True):
+        w, batch = an_adapted_actor(kind, kl_loss_coef=0.1, gradient_checkpointing=recomputes)
+        assert tied(w.model.lm) == tied(plain(w))
+        with captured_gradients(w) as gradients:
+            lm = plain(w, torch.float64)
+            adapters = adapters_of(w)
+            before = base_of(w)
+            w.update_policy(batch)
+        seen += gradients
+        assert same(before, base_of(w)) and not same(adapters, adapters_of(w))
+
+    loss, *_ = loss_by_hand(lm, batch, w.run)
+    loss.backward()
+    slopes = {name: p.grad for name, p in lm.named_parameters()}
+    largest = 0.0
+    for ours in seen:
+        assert ours.keys() == adapters.keys() and len(ours) > 10
+        for name, x in ours.items():
+            layer, _, factor = name.removesuffix(".default.weight").partition(".lora_")
+            dW = slopes[f"{layer.removeprefix('lm.')}.weight"]
+            if kind == "tiny-gpt2":  # stores its weights transposed
+                dW = dW.T
+            a, b = (adapters[f"{layer}.lora_{x}.default.weight"].double() for x in "AB")
+            expected = 2 * b.T @ dW if factor == "A" else 2 * dW @ a.T
+            atol = 1e-5 * max(float(expected.abs().max()), 1e-3)
+            torch.testing.assert_close(x.double(), expected, rtol=1e-4, atol=atol, msg=name)
+            largest = max(largest, float(expected.abs().max()))
+    assert largest > 1e-3
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_is_the_model_without_adapters(kind):
+    """Its log-probs are those of a second model, bit for bit, before and after the actor learns,
+    and the actor's own go on to be those of its merged weights."""
+    w, batch = an_adapted_actor(kind, steps=0)
+    alone = policy(kind, 0.7, trains=False)
+    base_T = alone.compute_log_probs(batch)
+    for step in range(3):
+        ours_T = w.compute_log_probs(batch)
+        assert torch.equal(w.compute_log_probs_of_base(batch), base_T)
+        assert torch.equal(ours_T, base_T) == (step == 0)
+        assert torch.equal(alone.compute_log_probs_of_base(batch), base_T)
+        w.update_policy(batch)
+
+    _, _, expected_T, _ = loss_by_hand(plain(w, torch.float64), batch, w.run)
+    log_probs_T = w.compute_log_probs(batch).double()
+    torch.testing.assert_close(log_probs_T, expected_T, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_export_and_the_engine_have_merged_weights(kind, tmp_path):
+    w, batch = an_adapted_actor(kind)
+    folder = str(tmp_path / "hf")
+    w.export_hf(folder, TOKENIZER)
+    lm, info = transformers.AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not any(info.values()), info
+    weights = dict(w.weights())
+    assert same(weights, {name: p.detach() for name, p in lm.named_parameters()})
+
+    engine = engine_of(w)
+    assert same(dict(engine.model.state_dict()), dict(lm.state_dict()))
+    again = policy(folder, 0.7, override_config="{}")
+    ours, theirs = (x.compute_log_probs(batch) for x in (again, w))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_a_checkpoint_holds_adapters_alone_and_restores_every_bit(tmp_path):
+    """Also after the models were on the host. With another model, or other adapters, it is
+    refused."""
+    w, batch = an_adapted_actor(ppo_mini_batch_size=3)
+    folder = str(tmp_path / "c")
+    with common.published(folder) as tmp:
+        w.checkpoint_writer(copy=True)(tmp)
+    names, _ = common.open_checkpoint_weights(folder)
+    assert len(names) == 4 * len(adapters_of(w)) and all(".lora_" in name for name in names)
+
+    again, _ = an_adapted_actor(ppo_mini_batch_size=3, steps=1)
+    again.load_checkpoint(folder)
+    again.offload()
+    again.onload()
+    assert same(adapters_of(again), adapters_of(w)) and again.updates == w.updates
+    assert again.update_policy(batch) == w.update_policy(batch)
+    assert same(dict(again.weights()), dict(w.weights()))
+
+    others = {
+        "weights of the reference": {"override_config": '{"initializer_range": 0.5}'},
+        "lora_rank 4 there, 2 here": {"lora_rank": 2},
+        "lora_alpha 8.0 there, None here; lora_rank 4 there, None": {
+            "lora_rank": 0,
+            "lora_alpha": 16.0,
+        },
+    }
+    for words, fields in others.items():
+        with pytest.raises(UserError, match=f"is of another model: .*{words}"):
+            policy(temperature=0.7, **LORA | fields).load_checkpoint(folder)
+
+
+def test_what_cannot_be_adapted_is_refused():
+    with refused("must be at most 64, the model's hidden_size", begin="--actor.lora-rank 65: "):
+        policy(lora_rank=65)
+    run = a_run()
+    with pytest.raises(ValueError, match="--actor.lora-alpha 8.0: does nothing without"):
+        dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora_alpha=8.0))
