@@ -3710,6 +3710,14 @@ def add_lora(backbone, config):
         inject_adapter_in_model(lora, backbone)
 
 
+def hold_frozen(model, dtype):
+    """Holds what does not train in the dtype of products, to which FSDP2 would cast it for each
+    forward. Before it is spread."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.to(dtype)
+
+
 def refuse_scales(names, flag):
     """UserError if these stored weights, which a model does not take, are scales of others."""
     for name in sorted(names):

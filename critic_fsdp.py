@@ -371,7 +371,7 @@ class Layout(NamedTuple):
     all ranks, or over --fsdp-size of them."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products; weights, gradients, optimizer and head are float32
+    dtype: torch.dtype  # of matrix products, and of frozen weights; what trains is float32
     dp_rank: int
     dp_size: int
     sp_rank: int
@@ -447,6 +447,7 @@ def needs_grad(module, args, output):
 
 def shard_fsdp2(model, config, layout):
     """Shards a model on meta block by block; gradients are float32, the weights still empty."""
+    common.hold_frozen(model, layout.dtype)
     offload = fsdp.OffloadPolicy()
     if config.offload_policy:
         offload = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
@@ -958,7 +959,7 @@ class CriticWorker:
         threads = torch.get_num_threads()
         print0(f"model      {name}, {self.critic.story}")
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {threads} per rank")
-        print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
+        print0(f"precision  {layout.dtype} products on {self.device.type}; what trains is float32")
         has_tower = self.model_config.get_text_config() is not self.model_config
         if has_tower and not self.critic.image_processor:
             print0("images     are not read; the vision tower stays as it is")
@@ -1204,7 +1205,8 @@ class CriticWorker:
                 if isinstance(x, dist.tensor.DTensor):  # not a buffer, nor FSDP1 on a single rank
                     x = x.full_tensor()  # one at a time; only rank 0 keeps it, on the host
                 if RANK == 0:
-                    state[name] = x.detach().cpu().contiguous()
+                    x = x.detach().cpu().contiguous()
+                    state[name] = x.float() if x.is_floating_point() else x
 
         with published(folder) as tmp:
             if RANK == 0:

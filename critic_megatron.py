@@ -419,7 +419,7 @@ class Layout(NamedTuple):
     rows. Experts are spread over the same ranks in their own way (ep x etp)."""
 
     device: torch.device
-    dtype: torch.dtype  # of matrix products; weights, gradients, optimizer and head are float32
+    dtype: torch.dtype  # of matrix products, and of frozen weights; what trains is float32
     dp_rank: int
     dp_size: int
     tp_rank: int
@@ -1091,7 +1091,7 @@ class CriticWorker:
         threads = torch.get_num_threads()
         print0(f"model      {name}, {self.critic.story}")
         print0(f"layout     ranks {WORLD_SIZE} = {sizes}; CPU threads {threads} per rank")
-        print0(f"precision  {layout.dtype} products on {self.device.type}; the rest is float32")
+        print0(f"precision  {layout.dtype} products on {self.device.type}; what trains is float32")
 
     def set_budget(self, longest, row, halvings=None):
         """Sets the tokens per micro-batch, of updates and of values, which do not depend on it.

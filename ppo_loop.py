@@ -1684,9 +1684,12 @@ def try_functions(run, task):
 
 def reward_config(run):
     """The Config of a reward model: the flags of the critic, but those about its own model."""
-    own = "tokenizer override_config value_head value_range lora_rank lora_alpha freeze_modules"
+    own = "tokenizer override_config value_head value_range lora_rank lora_alpha"
     defaults = {x.name: x.default for x in fields(run.critic) if x.name in own.split()}
-    return replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
+    config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
+    # it never trains, and FSDP can hold it in the dtype of products
+    pattern = r"^model\." if run.backend == "fsdp" else None
+    return replace(config, freeze_modules=pattern)
 
 
 class RewardModel:
@@ -2017,7 +2020,7 @@ class PolicyWorker:
 
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
-        lm = build_skeleton(config, model_config, torch.float32 if trains else self.dtype)
+        lm = build_skeleton(config, model_config, torch.float32)
         if RANK == 0:
             kind = policy_class(model_config)
             source, _ = common.load_model(kind, config, model_config, run.seed)
@@ -2047,6 +2050,7 @@ class PolicyWorker:
         common.train_quietly(lm)
         if not self.images and common.freeze_towers(lm) and trains:
             print0("images     are not read; the vision tower stays as it is")
+        common.hold_frozen(lm, self.dtype)
         with blame(f"{config.prefix}model {config.model}: cannot be spread over ranks"):
             self.shard()
         lm.tie_weights()  # to_empty untied them

@@ -143,6 +143,25 @@ def test_a_checkpoint_holds_adapters_alone_and_restores_every_bit(tmp_path):
             policy(temperature=0.7, **LORA | fields).load_checkpoint(folder)
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_base_is_held_in_the_dtype_of_products(kind, tmp_path):
+    """bfloat16: neither it nor the weights of a second model as reference are float32. Log-probs
+    are those of a policy whose frozen weights are float32, and so is the export."""
+    w, batch = an_adapted_actor(kind, param_dtype="bfloat16")
+    alone = policy(kind, 0.7, trains=False, param_dtype="bfloat16")
+    for one in (w, alone):
+        dtypes = {(p.requires_grad, p.dtype) for p in one.model.parameters()}
+        assert dtypes - {(True, torch.float32)} == {(False, torch.bfloat16)}
+    base_T = alone.compute_log_probs(batch)
+    assert torch.equal(w.compute_log_probs_of_base(batch), base_T)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(common, "hold_frozen", lambda *_: None)
+        wide = policy(kind, 0.7, **LORA, param_dtype="bfloat16")
+    assert torch.equal(wide.compute_log_probs(batch), base_T)
+    assert {x.dtype for _, x in w.weights()} == {torch.float32}
+
+
 def test_what_cannot_be_adapted_is_refused():
     with refused("must be at most 64, the model's hidden_size", begin="--actor.lora-rank 65: "):
         policy(lora_rank=65)

@@ -41,6 +41,7 @@ from reference import (
     save_model,
     values_by_hand,
 )
+from safetensors.torch import load_file
 
 import common
 import critic_fsdp
@@ -272,6 +273,34 @@ def test_each_linear_layer_of_a_mixture_has_an_adapter_and_joint_experts_have_no
     assert names == {
         f"model.{x}" for x in (*dense, *(f"layers.{i}.{x}" for i in range(2) for x in ends))
     }
+
+
+@pytest.mark.parametrize("variant", ["lora", "freeze"])
+@pytest.mark.parametrize("strategy", ["fsdp2", "none"])
+def test_frozen_weights_are_held_in_the_dtype_of_products(variant, strategy, tmp_path, monkeypatch):
+    """They take half the memory and never change, and updates and values are the same bits as with
+    float32 ones, which FSDP2 would cast for each forward."""
+    fields = {**VARIANTS[variant], "strategy": strategy, "param_dtype": "bfloat16"}
+    w = worker(**fields)
+    monkeypatch.setattr(common, "hold_frozen", lambda *_: None)
+    wide = worker(**fields)
+    dtypes = {(p.requires_grad, p.dtype) for p in w.critic.model.parameters()}
+    assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}
+    before = full_weights(w.critic)
+
+    batch = random_batch(12, vocab_size=60)
+    for one in (w, wide):
+        one.updates = [one.update_critic(batch)["critic/vf_loss"] for _ in range(2)]
+        one.values_T = one.compute_values(batch)
+    assert w.updates == wide.updates and torch.equal(w.values_T, wide.values_T)
+    after = full_weights(w.critic)
+    for name, x in after.items():
+        assert torch.equal(x, before[name]) == (not trains(name, variant)), name
+
+    # an export is float32 whatever is held
+    w.export_hf(tmp_path / "hf")
+    stored = load_file(tmp_path / "hf/model.safetensors").values()
+    assert {x.dtype for x in stored} == {torch.float32}
 
 
 @pytest.mark.parametrize("variant, strategy", [
