@@ -3688,8 +3688,9 @@ def load_model(kind, config, model_config, seed):
     return model.float(), f"{words} (no optimizer state)"
 
 
-def add_lora(backbone, config):
-    """With --lora-rank r, freezes the backbone and gives its linear layers adapters, by peft.
+def add_lora(backbone, config, seed, adapter="default"):
+    """With --lora-rank r, freezes the backbone and gives its linear layers adapters, by peft. It
+    may have others already, of another name. Seeds torch.
 
     A layer then computes W x + alpha / r B A x (LoRA, 2106.09685). A is random, B zero: values
     start unchanged. Experts stored as one tensor get none. UserError: r is above the model's
@@ -3705,9 +3706,18 @@ def add_lora(backbone, config):
 
     backbone = nn.ModuleList([backbone])  # peft would choose by its config
     linear = [n for n, m in backbone.named_modules() if isinstance(m, nn.Linear | Conv1D)]
+    linear = {re.sub(r"\.(base_layer|lora_.*)$", "", name) for name in linear}
     lora = LoraConfig(r=rank, lora_alpha=config.lora_alpha, target_modules=linear)
+    torch.manual_seed(seed)
     with warnings.catch_warnings(action="ignore"):  # peft says that it adapts itself to GPT-2
-        inject_adapter_in_model(lora, backbone)
+        inject_adapter_in_model(lora, backbone, adapter)
+
+
+def use_adapter(backbone, adapter):
+    """From now on, a backbone's layers add this adapter, which trains, and no other one."""
+    for module in backbone.modules():
+        if hasattr(module, "lora_A"):
+            module.set_adapter(adapter)
 
 
 def hold_frozen(model, dtype):

@@ -298,11 +298,11 @@ class ValueModel(nn.Module):
     """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token.
     With --value-head hl_gauss, the head gives the N logits of a distribution instead."""
 
-    def __init__(self, backbone):
+    def __init__(self, backbone, outputs=None):
         super().__init__()
         self.model = backbone
         width = backbone.config.get_text_config().hidden_size
-        self.score = nn.Linear(width, backbone.config.num_labels)
+        self.score = nn.Linear(width, outputs or backbone.config.num_labels)
 
     def forward(self, **inputs):
         """(B, L) ids -> (B, L) float32 values or (B, L, N) logits, one for each hidden state."""
@@ -326,7 +326,7 @@ def build_skeleton(config, model_config):
         model = ValueModel(backbone)
         if config.use_remove_padding:
             common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)
-        common.add_lora(backbone, config)
+        common.add_lora(backbone, config, config.seed)
         if not reads_images(config, model_config):
             common.freeze_towers(backbone)
         freeze(model, config)
@@ -351,7 +351,7 @@ def read_weights(config, model_config):
 
     model = ValueModel(backbone)
     words = common.init_value_head(model.score, config, model_config)
-    common.add_lora(backbone, config)
+    common.add_lora(backbone, config, config.seed)
     return model, f"{origin}; {words}"
 
 
@@ -599,9 +599,10 @@ class DataParallelPPOCritic:
 
     between = staticmethod(lambda: None)  # called between forwards of compute_values; it may raise
 
-    def __init__(self, config, model_config, layout, total_steps):
+    def __init__(self, config, model_config, layout, total_steps, backbone=None):
         self.config = config
         self.layout = layout
+        self.adapter = ADAPTER if backbone else "default"
         self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
@@ -613,8 +614,14 @@ class DataParallelPPOCritic:
         self.passes = 2 + trained / count
 
         # the model
-        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, total_steps)
-        self.model, origin = build_value_model(skeleton, config, model_config, layout)
+        if backbone:
+            self.compiled = False
+            self.model, origin = share_backbone(backbone, config, model_config)
+        else:
+            self.compiled = compile_blocks(
+                skeleton, config, model_config, layout.device, total_steps
+            )
+            self.model, origin = build_value_model(skeleton, config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only
         if self.image_processor:
@@ -939,18 +946,22 @@ class CriticWorker:
         self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see common.Checkpoints
 
-    def init_model(self, total_steps=None, value_range=None):
+    def init_model(self, total_steps=None, value_range=None, backbone=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
-        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint has one."""
+        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint has one.
+        backbone: of another model, spread over all ranks, with an adapter ADAPTER for the critic
+        (None: the critic has a backbone of its own)."""
         config = self.config
         layout = self.layout
         if config.lr_scheduler_type == "cosine" and not total_steps:
             flag = f"{config.prefix}lr-scheduler-type cosine"
             raise UserError(f"{flag}: init_model needs total_steps")
         common.configure_head(self.model_config, config, value_range)
-        self.critic = DataParallelPPOCritic(config, self.model_config, layout, total_steps)
+        self.critic = DataParallelPPOCritic(
+            config, self.model_config, layout, total_steps, backbone
+        )
         sizes = f"dp {layout.dp_size} x sp {layout.sp_size};"
         sizes += f" weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it
@@ -1024,6 +1035,8 @@ class CriticWorker:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+        if critic.adapter == ADAPTER:
+            common.use_adapter(critic.model, ADAPTER)
 
         # gradients remain, some of them where zero_grad does not reach
         failed = critic.steps_before is not None
@@ -1154,7 +1167,7 @@ class CriticWorker:
 
         copy: a snapshot, so training can go on before it is called."""
         critic = self.critic
-        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
+        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer, critic.adapter)
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         state = {
@@ -1176,7 +1189,9 @@ class CriticWorker:
         self.check_ready()
         critic = self.critic
         saved = common.open_checkpoint(folder, self.shape())
-        tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
+        tensors, model_state, optimizer_state = checkpoint_tensors(
+            critic.model, critic.optimizer, critic.adapter
+        )
         with blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         state_dict.set_state_dict(
@@ -1184,6 +1199,7 @@ class CriticWorker:
             critic.optimizer,
             model_state_dict=model_state,
             optim_state_dict=optimizer_state,
+            options=state_dict.StateDictOptions(strict=False),  # a shared backbone is no part of it
         )
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
@@ -1191,7 +1207,8 @@ class CriticWorker:
 
     def shape(self):
         """What a checkpoint and the run that resumes it must have in common."""
-        return common.shape_of(self.model_config, what_trains(self.config))
+        own = {} if self.critic.adapter == "default" else {"adapter": self.critic.adapter}
+        return common.shape_of(self.model_config, what_trains(self.config) | own)
 
     def export_hf(self, folder):
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
@@ -1211,7 +1228,8 @@ class CriticWorker:
         with published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
-                    state = merge_lora(state, self.config, self.model_config)
+                    adapter = self.critic.adapter
+                    state = merge_lora(state, self.config, self.model_config, adapter)
                 save_hf(state, common.exported_config(self.model_config), tmp)
                 for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
@@ -1263,7 +1281,7 @@ def check_budget(config, longest, row):
 # ---- Checkpoints and export ----------------------------------------------------------------------
 
 
-def checkpoint_tensors(model, optimizer):
+def checkpoint_tensors(model, optimizer, adapter="default"):
     """All state as one flat dict of tensors, and the two state dicts that hold these tensors."""
     fresh = not optimizer.state
     optimizer.zero_grad()  # with gradients, get_state_dict would create no state
@@ -1273,6 +1291,8 @@ def checkpoint_tensors(model, optimizer):
             if "step" in state:  # not every optimizer counts steps
                 state["step"].zero_()
 
+    if adapter != "default":
+        model_state = of_adapter(model_state, adapter)
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -1522,6 +1542,10 @@ def ulysses_attention(module, query, key, value, attention_mask, s_aux=None, **o
     of the heads, and returns its slice of the row: q (1, H, T/p, D) -> (1, T/p, H, D). Model code
     does not change."""
     group = common.CurrentPack.group
+    if not group:  # the actor, whose backbone the critic shares
+        return common.packed_attention(
+            module, query, key, value, attention_mask, s_aux=s_aux, **options
+        )
     p = dist.get_world_size(group)
     repeat = p // math.gcd(key.shape[1], p)  # fewer key heads than ranks: several get the same
     key, value = (x.repeat_interleave(repeat, 1) for x in (key, value))
@@ -1554,6 +1578,8 @@ def trade(x, group, scatter, gather):
 # A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
 # build_skeleton (freeze), `shape` (what_trains) and export_hf (merge_lora). build_skeleton and
 # read_weights call common.add_lora. In shard_fsdp1 both have units of their own (adapter, frozen).
+# A critic that shares another model's backbone (share_backbone) is told from others by the name of
+# its adapters.
 
 
 def freeze(model, config):
@@ -1580,10 +1606,35 @@ def what_trains(config):
     return flags
 
 
-def merge_lora(state, config, model_config):
-    """Full state dict with adapters -> one of the same function without them: W + alpha / r B A."""
+ADAPTER = "critic"  # the name of the critic's adapters in a backbone that it shares
+
+
+def share_backbone(backbone, config, model_config):
+    """(a ValueModel of another model's backbone, words on the origin of its weights). Only the head
+    is new, and spread over the same ranks."""
+    common.use_adapter(backbone, ADAPTER)
+    model = ValueModel(backbone, model_config.num_labels)
+    words = common.init_value_head(model.score, config, model_config)
+    weight = next(backbone.parameters())
+    policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
+    fsdp.fully_shard(model.score.to(weight.device), mesh=weight.device_mesh, mp_policy=policy)
+    return model, f"the actor's weights, with adapters of its own; {words}"
+
+
+def of_adapter(state, adapter):
+    """The head's and this adapter's part of a state dict."""
+    own = lambda name: name.startswith("score.") or f".{adapter}." in name
+    return {name: x for name, x in state.items() if own(name)}
+
+
+def merge_lora(state, config, model_config, adapter="default"):
+    """Full state dict with adapters -> one of the same function without them: W + alpha / r B A.
+    Those of another name are left out."""
+    base = {name: x for name, x in state.items() if ".lora_" not in name}
+    own = of_adapter(state, adapter)
+    own = {name.replace(f".{adapter}.", ".default."): x for name, x in own.items()}
     model = build_skeleton(config, model_config).to_empty(device="cpu")
-    model.load_state_dict(state)
+    model.load_state_dict(base | own)
     for module in model.modules():
         if hasattr(module, "merge"):
             module.merge()
@@ -1709,8 +1760,10 @@ def keep_whole(model, config, last):
 
     last: whether it is the last micro-batch before weights change. Then nothing is kept."""
     gathers_once, reduces_once = stays_whole(config)
-    model.set_reshard_after_backward(last or not gathers_once)
-    model.set_requires_gradient_sync(last or not reduces_once)
+    for module in model.modules():
+        if isinstance(module, fsdp.FSDPModule):
+            module.set_reshard_after_backward(last or not gathers_once, recurse=False)
+            module.set_requires_gradient_sync(last or not reduces_once, recurse=False)
 
 
 def compile_blocks(model, config, model_config, device, total_steps):

@@ -130,6 +130,11 @@ Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AggMode = Literal["token-mean", "token-sum", SeqMode]
+# flags about a critic's own base, see --share-base
+OF_A_BASE = (
+    "override_config strategy fsdp_size offload_policy keep_gathered defer_grad_sync compile"
+    " gradient_checkpointing param_dtype use_remove_padding freeze_modules"
+)
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16384}  # of prompts: fewer would not keep it busy
 
@@ -215,6 +220,8 @@ class Run:
     vllm: VLLMConfig = VLLMConfig()
     # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
+    # the critic is LoRA adapters and a head on the actor's weights, so these are there once
+    share_base: bool = False
 
     # ---- task
 
@@ -348,6 +355,20 @@ class Run:
                 flag = f"{getattr(config, 'prefix', '--')}{name.replace('_', '-')} {x}"
                 raise ValueError(f"{flag}: does nothing without {needed}")
 
+    def check_share_base(self):
+        """ValueError unless the critic can live on the actor's base."""
+        critic = self.critic
+        if self.backend != "fsdp" or critic.model not in ("actor", self.actor.model):
+            raise ValueError("--share-base: needs --critic fsdp and --critic.model actor")
+        if not (self.actor.lora_rank and critic.lora_rank):
+            raise ValueError("--share-base: needs --actor.lora-rank and --critic.lora-rank")
+        for name in OF_A_BASE.split():
+            x = getattr(critic, name)
+            usual = getattr(type(critic), name)
+            if x not in (usual, getattr(self.actor, name, usual)):
+                flag = f"--critic.{name.replace('_', '-')} {x}"
+                raise ValueError(f"{flag}: is about a base of its own, so it excludes --share-base")
+
     def __post_init__(self):
         """ValueError names the flags that do not go together. See check_layout, too."""
         self.refuse_idle_flags()
@@ -387,6 +408,8 @@ class Run:
             raise ValueError(f"{flag}: with --old-log-probs engine all its weights are 1")
 
         # memory
+        if self.share_base:
+            self.check_share_base()
         if self.critic.ppo_max_token_len_per_gpu == "auto" and not self.offload:
             words = "leaves the actor no memory; add --offload or give auto:GIB"
             raise ValueError(f"--critic.ppo-max-token-len-per-gpu auto: {words}")
@@ -533,7 +556,7 @@ def update_critic(loop, batch, replies):
     """Values of the caller's rows, the credit of each action and the critic's update -> metrics."""
     run = loop.run
     critic = loop.critic
-    with loop.phases("critic", critic):
+    with loop.phases("critic", *loop.of_critic()):
         # with --privileged-key the critic reads hints before the prompts, and the actor does not
         seen = to_batch(with_hints(replies)) if run.privileged_key else batch
         metrics = assign_credit(batch, seen, rewards_of(replies), loop.kl_coef, run, critic)
@@ -673,6 +696,10 @@ class Loop:
     kl_coef: float
     batch: Batch | None = None  # this rank's newest rows
 
+    def of_critic(self):
+        """The workers that a phase of the critic needs; the last one leaves the device first."""
+        return (self.critic, self.actor) if self.run.share_base else (self.critic,)
+
     def steps(self):
         """Yields the steps that are left to make."""
         run = self.run
@@ -797,6 +824,8 @@ def with_defaults(run):
         critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
         if critic.override_config == "{}":
             critic = replace(critic, override_config=actor.override_config)
+    if run.share_base:
+        critic = replace(critic, param_dtype=actor.param_dtype)
 
     reward = run.reward or (None if run.reward_model or run.prompts else "addition")
     if run.search:
@@ -835,7 +864,7 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
     skeleton = build_skeleton(actor, model_config, torch.float32)
-    common.add_lora(skeleton.base_model, actor)
+    common.add_lora(skeleton.base_model, actor, run.seed)
     if images_of(run, actor, model_config) is None:
         common.freeze_towers(skeleton)
     common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
@@ -981,15 +1010,22 @@ def build(run, task, device, checkpoints):
     engine = away(engine_kind(replace(run, rollout_batch_size=rows), task, device))
 
     # the critic is built last, because it seeds or restores torch's RNG
+    shared = {}
+    if run.share_base:
+        actor.onload()
+        shared["backbone"] = actor.model.lm.base_model
     critic = critic_module(run.backend).CriticWorker(run.critic)
     n = len(task.prompts)
     size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
     minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
-    critic.init_model(run.steps * run.critic.ppo_epochs * minis)
+    critic.init_model(run.steps * run.critic.ppo_epochs * minis, **shared)
     if folder:
         critic.load_checkpoint(f"{folder}/critic")
     critic.set_budget(task.longest, LONGEST, halvings)
-    away(critic).critic.between = poll
+    critic.critic.between = poll
+    if run.share_base:
+        away(actor)  # first, because it owns what they share
+    away(critic)
     return Models(actor, reference, critic, reward, engine)
 
 
@@ -1025,28 +1061,28 @@ def save(loop, step):
     # one row shows whether all is finite; these calls raise if it is not
     with loop.phases("log_probs", actor):
         actor.compute_log_probs(loop.batch.select(range(len(loop.batch))[:1]))
-    with loop.phases("critic", critic):
+    with loop.phases("critic", *loop.of_critic()):
         critic.check_values(loop.batch)
 
     with loop.phases("checkpoint"):
         loop.logger.flush()
         state = {"step": step, "kl_coef": loop.kl_coef}
-        workers = {"actor": actor, "critic": critic}
+        workers = {"actor": (actor,), "critic": loop.of_critic()}
 
         # in the background, from a copy of both
         writers = {}
         if loop.run.async_save:
-            for name, worker in workers.items():
-                with loop.phases.on_device(worker):
+            for name, (worker, *others) in workers.items():
+                with loop.phases.on_device(worker, *others):
                     writers[name] = worker.checkpoint_writer(copy=True)
 
         def write(tmp, group):
-            for name, worker in workers.items():
+            for name, (worker, *others) in workers.items():
                 os.makedirs(f"{tmp}/{name}", exist_ok=True)
                 if writers:
                     writers[name](f"{tmp}/{name}", group)
                     continue
-                with loop.phases.on_device(worker):
+                with loop.phases.on_device(worker, *others):
                     worker.checkpoint_writer()(f"{tmp}/{name}", group)
             common.write_json(f"{tmp}/loop.json", state)
 
@@ -1072,7 +1108,7 @@ def finish(loop):
             common.write_report(run.out_dir, rows, about, tokenizer, run.gamma, CURVES, changed)
 
     hint_at_critic(run.out_dir)
-    with loop.phases("export", loop.actor, loop.critic):
+    with loop.phases("export", loop.critic, loop.actor):
         loop.actor.export_hf(f"{run.out_dir}/hf", tokenizer)
         loop.critic.export_hf(f"{run.out_dir}/critic_hf")
     print0(
@@ -2021,6 +2057,8 @@ class PolicyWorker:
         # the model without weights on all ranks, and with them on rank 0's host
         source = None
         lm = build_skeleton(config, model_config, torch.float32)
+        if run.share_base and run.critic.ulysses_size > 1:
+            lm.get_decoder().set_attn_implementation("ulysses")
         if RANK == 0:
             kind = policy_class(model_config)
             source, _ = common.load_model(kind, config, model_config, run.seed)
@@ -2039,11 +2077,16 @@ class PolicyWorker:
 
         # shard it, then send the weights
         self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
-        if config.lora_rank:
+        if config.lora_rank and trains:
             self.model.requires_grad_(False)
             self.shape |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
             for whole in filter(None, (lm, source)):
-                common.add_lora(whole.base_model, config)
+                common.add_lora(whole.base_model, config, run.seed)
+                if run.share_base:
+                    critic = run.critic
+                    adapter = self.critic_script.ADAPTER
+                    common.add_lora(whole.base_model, critic, critic.seed, adapter)
+                    common.use_adapter(whole.base_model, "default")
             count = sum(p.numel() for p in lm.parameters() if p.requires_grad)
             size += f"; {count:,} of adapters train"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
@@ -2073,6 +2116,9 @@ class PolicyWorker:
             fully_shard(module, mesh=mesh, mp_policy=policy)
         if WORLD_SIZE == 1:  # weights in one shard stay gathered until they change
             self.model.set_reshard_after_forward(False)
+        if self.run.share_base:  # a critic calls the backbone alone, without the hooks of the rest
+            embedding = self.model.lm.get_input_embeddings()
+            embedding.register_forward_pre_hook(lambda *_: self.model.unshard() and None)
         common.let_ranks_skip_weights(self.model)
         self.model.to_empty(device=self.device)
 
@@ -2097,6 +2143,7 @@ class PolicyWorker:
     def check_model(self):
         """UserError unless rows have the hidden states together that they have alone."""
         decoder = self.model.lm.get_decoder()
+        kernel = decoder.config._attn_implementation
 
         def states_of(rows, alone=False):
             micro = self.micro_batch(rows)
@@ -2106,7 +2153,7 @@ class PolicyWorker:
                 decoder.set_attn_implementation("eager")
             with decoder.register_forward_hook(lambda module, args, out: outs.append(out)):
                 self.model(micro, 1.0)
-            decoder.set_attn_implementation("packed")
+            decoder.set_attn_implementation(kernel)
             return outs[0].last_hidden_state[0, micro.index_T].float()
 
         common.check_rows_apart(
@@ -2126,6 +2173,8 @@ class PolicyWorker:
             raise RuntimeError(f"an earlier update failed halfway: {words}")
         if failed:
             self.model.state_dict()  # its hooks shard what the update has left gathered
+        if self.run.share_base:
+            common.use_adapter(self.model, "default")
 
     def check_batch(self, batch, rows, max_tokens):
         """UserError if a row does not fit the model or, alone, a micro-batch."""
@@ -2395,6 +2444,7 @@ class PolicyWorker:
         """Yields (name, full tensor) for each weight, one at a time and with its adapter (a
         collective); then what else is stored, such as the correction that some routers add."""
         self.check_ready(saves=True)
+        self.free_gathered()  # what a critic on the same base has left
         lm = self.model.lm
         for name, x in lm.named_parameters():
             if ".lora_" in name:
@@ -2413,7 +2463,7 @@ class PolicyWorker:
         common.onload(self.moments_away)
         tensors = {}
         for name, p in self.model.named_parameters():
-            if self.config.lora_rank and not p.requires_grad:
+            if self.config.lora_rank and p not in self.optimizer.state:
                 continue
             tensors[f"model.{name}"] = p.detach()
             for key, x in self.optimizer.state.get(p, {}).items():

@@ -209,7 +209,7 @@ class BareLoop:
             options = {"dtype": torch.float32, "attn_implementation": "sdpa"}
             self.model = kind.from_config(model_config, **options)
             self.flops = common.flops_model(self.model.base_model, model_config)
-            common.add_lora(self.model.base_model, config)
+            common.add_lora(self.model.base_model, config, config.seed)
 
         if config.gradient_checkpointing:
             options = {"use_reentrant": False}

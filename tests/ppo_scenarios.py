@@ -222,24 +222,34 @@ def goes_on(folder, name, layout, *flags):
             assert_same_run(whole, out, f"{name}, resumed")
 
 
-def adapters(folder, name):
-    """A run whose actor trains adapters, next to the reference that is itself without them. Two
-    ranks make the metrics and samples of one; resumed with --offload, all is the same bit for
-    bit."""
+def adapters(folder):
+    """Runs whose actor and critic train adapters, next to a reference that is the actor without
+    them: apart, and on one base. All make the metrics of those apart on one rank, two ranks sample
+    the same, and on one base a resumed run with --offload is the same bit for bit."""
     flags = ("--actor.lora-rank", "8", "--actor.lora-alpha", "32", "--actor.lr", "1e-3")
-    toy(folder, name, *flags)
-    if common.WORLD_SIZE == 1:
-        return
+    flags += ("--critic.lora-rank", "4", "--critic.lora-alpha", "8")
+    apart = folder / "adapters apart, fsdp 1"
+    base = ("--share-base",)
+    ranks = common.WORLD_SIZE
+    shared = f"adapters on one base, fsdp {ranks}"
+    ulysses = (*base, "--critic.ulysses-size", "2")
+    runs = (
+        {apart.name: (), shared: base}
+        if ranks == 1
+        else {"adapters apart, fsdp 2": (), shared: base, f"{shared}, ulysses 2": ulysses}
+    )
+    for name, more in runs.items():
+        toy(folder, name, *flags, *more)
+    middle = folder / shared / "checkpoints" / "step_2"
+    again = f"{shared}, resumed"
+    toy(folder, again, *flags, *base, "--offload", "--resume", str(middle))
 
-    again = f"{name}, resumed"
-    middle = folder / name / "checkpoints" / "step_2"
-    toy(folder, again, *flags, "--offload", "--resume", str(middle))
     if common.RANK == 0:
-        alone = folder / "adapters, fsdp 1"
-        assert_close_runs([folder / name], alone)
-        assert sampled(folder / name) == sampled(alone)
-        assert_same_run(folder / name, folder / again, again)
-        assert steps_of(folder / name)[-1]["kl/reference"] > 1e-3
+        others = [folder / name for name in runs if name != apart.name]
+        assert_close_runs(others, apart, 1e-6 if ranks == 1 else 1e-4)
+        assert all(sampled(run) == sampled(apart) for run in others)
+        assert_same_run(folder / shared, folder / again, again)
+        assert steps_of(apart)[-1]["kl/reference"] > 1e-3
 
 
 def update_of_the_actor(folder):
@@ -498,8 +508,8 @@ LAUNCHES = [
      ("golden megatron tp 2",)),
     ("one row on 1", 1, one_row, ("one row, fsdp 1",), ("start",)),
     ("one row on 2", 2, one_row, ("one row, fsdp 2",), ("start", "one row on 1")),
-    ("adapters on 1", 1, adapters, ("adapters, fsdp 1",), ("start",)),
-    ("adapters on 2", 2, adapters, ("adapters, fsdp 2",), ("start", "adapters on 1")),
+    ("adapters on 1", 1, adapters, (), ("start",)),
+    ("adapters on 2", 2, adapters, (), ("start", "adapters on 1")),
     ("update of the actor on 1", 1, update_of_the_actor, (), ()),
     *((f"update of the actor on {n}", n, update_of_the_actor, (), ("update of the actor on 1",))
       for n in (2, 4)),
