@@ -422,10 +422,12 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def build_value_model(skeleton, config, model_config, layout):
+def build_value_model(skeleton, config, model_config, layout, backbone):
     """(the skeleton as a sharded ValueModel with its weights, words on their origin).
 
     Only rank 0 reads the weights, and it sends each rank its shards."""
+    if backbone:
+        return share_backbone(backbone, config, model_config)
     source = None
     origin = ""
     if RANK == 0:
@@ -602,7 +604,6 @@ class DataParallelPPOCritic:
     def __init__(self, config, model_config, layout, total_steps, backbone=None):
         self.config = config
         self.layout = layout
-        self.adapter = ADAPTER if backbone else "default"
         self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
@@ -614,14 +615,8 @@ class DataParallelPPOCritic:
         self.passes = 2 + trained / count
 
         # the model
-        if backbone:
-            self.compiled = False
-            self.model, origin = share_backbone(backbone, config, model_config)
-        else:
-            self.compiled = compile_blocks(
-                skeleton, config, model_config, layout.device, total_steps
-            )
-            self.model, origin = build_value_model(skeleton, config, model_config, layout)
+        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, total_steps)
+        self.model, origin = build_value_model(skeleton, config, model_config, layout, backbone)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only
         if self.image_processor:
@@ -1035,8 +1030,6 @@ class CriticWorker:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
-        if critic.adapter == ADAPTER:
-            common.use_adapter(critic.model, ADAPTER)
 
         # gradients remain, some of them where zero_grad does not reach
         failed = critic.steps_before is not None
@@ -1167,7 +1160,7 @@ class CriticWorker:
 
         copy: a snapshot, so training can go on before it is called."""
         critic = self.critic
-        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer, critic.adapter)
+        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         state = {
@@ -1189,9 +1182,7 @@ class CriticWorker:
         self.check_ready()
         critic = self.critic
         saved = common.open_checkpoint(folder, self.shape())
-        tensors, model_state, optimizer_state = checkpoint_tensors(
-            critic.model, critic.optimizer, critic.adapter
-        )
+        tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
         with blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         state_dict.set_state_dict(
@@ -1207,8 +1198,7 @@ class CriticWorker:
 
     def shape(self):
         """What a checkpoint and the run that resumes it must have in common."""
-        own = {} if self.critic.adapter == "default" else {"adapter": self.critic.adapter}
-        return common.shape_of(self.model_config, what_trains(self.config) | own)
+        return common.shape_of(self.model_config, what_trains(self.config))
 
     def export_hf(self, folder):
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
@@ -1228,8 +1218,7 @@ class CriticWorker:
         with published(folder) as tmp:
             if RANK == 0:
                 if self.config.lora_rank:
-                    adapter = self.critic.adapter
-                    state = merge_lora(state, self.config, self.model_config, adapter)
+                    state = merge_lora(state, self.config, self.model_config)
                 save_hf(state, common.exported_config(self.model_config), tmp)
                 for part in filter(None, (self.critic.image_processor, self.tokenizer)):
                     part.save_pretrained(tmp)
@@ -1281,7 +1270,7 @@ def check_budget(config, longest, row):
 # ---- Checkpoints and export ----------------------------------------------------------------------
 
 
-def checkpoint_tensors(model, optimizer, adapter="default"):
+def checkpoint_tensors(model, optimizer):
     """All state as one flat dict of tensors, and the two state dicts that hold these tensors."""
     fresh = not optimizer.state
     optimizer.zero_grad()  # with gradients, get_state_dict would create no state
@@ -1291,8 +1280,8 @@ def checkpoint_tensors(model, optimizer, adapter="default"):
             if "step" in state:  # not every optimizer counts steps
                 state["step"].zero_()
 
-    if adapter != "default":
-        model_state = of_adapter(model_state, adapter)
+    if shares_backbone(model):
+        model_state = own_weights(model_state)
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -1578,8 +1567,8 @@ def trade(x, group, scatter, gather):
 # A closed chapter behind --lora-rank, --lora-alpha and --freeze-modules. It is called from
 # build_skeleton (freeze), `shape` (what_trains) and export_hf (merge_lora). build_skeleton and
 # read_weights call common.add_lora. In shard_fsdp1 both have units of their own (adapter, frozen).
-# A critic that shares another model's backbone (share_backbone) is told from others by the name of
-# its adapters.
+# A critic on another model's backbone comes from build_value_model (share_backbone), and
+# checkpoint_tensors leaves the rest of that model out (own_weights).
 
 
 def freeze(model, config):
@@ -1614,6 +1603,7 @@ def share_backbone(backbone, config, model_config):
     is new, and spread over the same ranks."""
     common.use_adapter(backbone, ADAPTER)
     model = ValueModel(backbone, model_config.num_labels)
+    model.register_forward_pre_hook(lambda *_: common.use_adapter(backbone, ADAPTER))
     words = common.init_value_head(model.score, config, model_config)
     weight = next(backbone.parameters())
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
@@ -1621,20 +1611,25 @@ def share_backbone(backbone, config, model_config):
     return model, f"the actor's weights, with adapters of its own; {words}"
 
 
-def of_adapter(state, adapter):
-    """The head's and this adapter's part of a state dict."""
-    own = lambda name: name.startswith("score.") or f".{adapter}." in name
+def shares_backbone(model):
+    """Whether the backbone is another model's."""
+    return not isinstance(model, fsdp.FSDPModule | fsdp.FullyShardedDataParallel)
+
+
+def own_weights(state):
+    """Of the state dict of a critic that shares a backbone, its head and its adapters."""
+    own = lambda name: name.startswith("score.") or f".{ADAPTER}." in name
     return {name: x for name, x in state.items() if own(name)}
 
 
-def merge_lora(state, config, model_config, adapter="default"):
-    """Full state dict with adapters -> one of the same function without them: W + alpha / r B A.
-    Those of another name are left out."""
-    base = {name: x for name, x in state.items() if ".lora_" not in name}
-    own = of_adapter(state, adapter)
-    own = {name.replace(f".{adapter}.", ".default."): x for name, x in own.items()}
+def merge_lora(state, config, model_config):
+    """Full state dict with adapters -> one of the same function without them: W + alpha / r B A."""
+    own = own_weights(state)
+    if any(".lora_" in name for name in own):  # next to those of another model
+        state = {name: x for name, x in state.items() if ".lora_" not in name}
+        state |= {name.replace(f".{ADAPTER}.", ".default."): x for name, x in own.items()}
     model = build_skeleton(config, model_config).to_empty(device="cpu")
-    model.load_state_dict(base | own)
+    model.load_state_dict(state)
     for module in model.modules():
         if hasattr(module, "merge"):
             module.merge()

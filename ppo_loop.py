@@ -2078,17 +2078,8 @@ class PolicyWorker:
         # shard it, then send the weights
         self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
         if config.lora_rank and trains:
-            self.model.requires_grad_(False)
             self.shape |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
-            for whole in filter(None, (lm, source)):
-                common.add_lora(whole.base_model, config, run.seed)
-                if run.share_base:
-                    critic = run.critic
-                    adapter = self.critic_script.ADAPTER
-                    common.add_lora(whole.base_model, critic, critic.seed, adapter)
-                    common.use_adapter(whole.base_model, "default")
-            count = sum(p.numel() for p in lm.parameters() if p.requires_grad)
-            size += f"; {count:,} of adapters train"
+            size += f"; {self.add_adapters(source):,} of adapters train"
         print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
         common.train_quietly(lm)
         if not self.images and common.freeze_towers(lm) and trains:
@@ -2104,6 +2095,18 @@ class PolicyWorker:
         if trains:
             self.check_model()
             self.make_optimizer()
+
+    def add_adapters(self, source):
+        """Freezes the model, and gives it and its source adapters, with --share-base also those of
+        the critic -> how many weights train."""
+        self.model.requires_grad_(False)
+        for lm in filter(None, (self.model.lm, source)):
+            common.add_lora(lm.base_model, self.config, self.run.seed)
+            if self.run.share_base:
+                critic = self.run.critic
+                common.add_lora(lm.base_model, critic, critic.seed, self.critic_script.ADAPTER)
+                common.use_adapter(lm.base_model, "default")
+        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
 
     def shard(self):
         """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest. With
