@@ -26,6 +26,7 @@ import rewards
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+import transformers
 
 VLLM = ("--rollout", "vllm")
 VLLM_TP_2 = (*VLLM, "--vllm.tensor-parallel-size", "2")
@@ -161,6 +162,34 @@ def weights_are_cast(folder):
     stale = distance(log_probs, log_probs_of(old))
     print(f"bfloat16: off by {ours:.4f}, transformers {theirs:.4f}, old weights {stale:.4f}")
     assert 1e-4 < ours < 2 * theirs < 0.1 * stale, (ours, theirs, stale)
+
+
+def the_correction_of_a_router_arrives(folder):
+    """It is no parameter, but decides which experts a token gets."""
+    fields = HEADS | {"vocab_size": 99, "max_position_embeddings": 512}
+    model_config = models.tiny_config(transformers.CONFIG_MAPPING["glm4_moe"])
+    for name, x in fields.items():
+        setattr(model_config, name, x)
+    lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
+    for name, x in lm.named_buffers():
+        if "correction" in name:
+            x.normal_(0, 0.5)
+    lm.save_pretrained(folder / "glm")
+
+    w = tests.policy(folder / "glm", override_config="{}")
+    rows = rows_of()
+    batch = tests.batch_of([prompt for prompt, _, _ in rows], engine_of(w).generate(rows, 1.0))
+    log_probs_T = w.compute_log_probs(batch)
+    torch.testing.assert_close(log_probs_T, batch.rollout_log_probs, rtol=0, atol=1e-4)
+
+
+def adapters(folder):
+    """The engine gets merged weights of an actor that shares its base with the critic."""
+    flags = "--actor.lora-rank 8 --actor.lr 1e-3 --critic.lora-rank 4 --share-base"
+    ppo_scenarios.toy(folder, "adapters", *VLLM, *flags.split())
+    ppo_scenarios.assert_close_runs([], folder / "adapters")
+    steps = ppo_scenarios.steps_of(folder / "adapters")
+    assert len(steps) == 4 and steps[-1]["kl/reference"] > 1e-3
 
 
 def played(engine, mine):
@@ -613,6 +642,7 @@ LAUNCHES = [
     ("vllm is imported", 0, vllm_is_imported, (), ()),
     ("weights arrive", 1, weights_arrive, (), ()),
     ("weights are cast", 1, weights_are_cast, (), ()),
+    ("a router's correction", 1, the_correction_of_a_router_arrives, (), ()),
     ("on one rank", 1, on_ranks, (), ()),
     ("on two ranks", 2, on_ranks, (), ("on one rank",)),
     ("on two ranks that share an engine", 2, on_ranks, (2,), ("on one rank",)),
@@ -629,6 +659,7 @@ LAUNCHES = [
     ("start", 1, start, (), ()),
     *((f"golden {x}", n, golden, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
+    ("adapters with vllm", 1, adapters, (), ("start",)),
     ("warms up asleep", 1, warms_up_asleep, (), ("start",)),
     ("goes on, offloaded", 1, goes_on, (), ("golden vllm 1",)),
 ]
@@ -637,6 +668,7 @@ for name, ranks, function, args, needs in LAUNCHES:
 
 if forked.NUMBERS:  # a rank: these read RANK when imported
     import helpers
+    import models
     import ppo_helpers as tests
     import truth
 
