@@ -3723,8 +3723,8 @@ def use_adapter(backbone, adapter):
 def hold_frozen(model, dtype):
     """Holds what does not train in the dtype of products, to which FSDP2 would cast it for each
     forward. Before it is spread."""
-    for p in model.parameters():
-        if not p.requires_grad:
+    for name, p in model.named_parameters():
+        if not p.requires_grad and ".lora_" not in name:  # adapters may train later
             p.data = p.data.to(dtype)
 
 

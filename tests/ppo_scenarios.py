@@ -8,6 +8,7 @@ import json
 import math
 import os
 import pathlib
+import re
 
 import faults
 import forked
@@ -15,6 +16,7 @@ import pytest
 import rewards
 import torch
 import transformers
+from safetensors.torch import load_file
 
 REWARDS = pathlib.Path(rewards.__file__)
 
@@ -250,6 +252,21 @@ def adapters(folder):
         assert all(sampled(run) == sampled(apart) for run in others)
         assert_same_run(folder / shared, folder / again, again)
         assert steps_of(apart)[-1]["kl/reference"] > 1e-3
+        for run in others:
+            critics_agree(run, apart)
+
+
+def critics_agree(run, other):
+    """Exports have the same weights; a checkpoint on one base has none of it."""
+    ours, theirs = (load_file(x / "critic_hf/model.safetensors") for x in (run, other))
+    assert ours.keys() == theirs.keys()
+    for name, x in theirs.items():
+        torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-5, msg=name)
+
+    if "one base" in run.name:
+        names, _ = common.open_checkpoint_weights(f"{run}/checkpoints/step_4/critic")
+        rest = [x for x in names if not re.search(r"\.lora_|score\.|^rng$", x)]
+        assert len(names) > 40 and not rest, rest
 
 
 def update_of_the_actor(folder):

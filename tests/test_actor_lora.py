@@ -10,6 +10,7 @@ from ppo_helpers import KINDS, TOKENIZER, a_run, batch_to_learn, engine_of, plai
 from reference import loss_by_hand
 
 import common
+import ppo_loop
 from common import UserError
 
 LORA = {"lora_rank": 4, "lora_alpha": 8.0}  # so adapters are scaled by 2
@@ -168,3 +169,21 @@ def test_what_cannot_be_adapted_is_refused():
     run = a_run()
     with pytest.raises(ValueError, match="--actor.lora-alpha 8.0: does nothing without"):
         dataclasses.replace(run, actor=dataclasses.replace(run.actor, lora_alpha=8.0))
+
+
+@pytest.mark.parametrize("flags, words", [
+    ("--critic megatron", "needs --critic fsdp and --critic.model actor"),
+    ("--critic.model tiny-llama", "needs --critic fsdp and --critic.model actor"),
+    ("--critic.lora-rank 0", "needs --actor.lora-rank and --critic.lora-rank"),
+    ("--actor.lora-rank 0", "needs --actor.lora-rank and --critic.lora-rank"),
+    ("--critic.strategy fsdp1", "--critic.strategy fsdp1: is about a base of its own"),
+    ("--critic.freeze-modules embed", "--critic.freeze-modules embed: is about a base"),
+    ("--critic.param-dtype bfloat16", "--critic.param-dtype bfloat16: is about a base"),
+])  # fmt: skip
+def test_what_a_critic_on_the_actors_base_cannot_have_is_refused(flags, words, capfd):
+    common_flags = "--share-base --actor.lora-rank 4 --critic.lora-rank 4"
+    if "megatron" in flags:
+        common_flags = "--share-base --actor.lora-rank 4"
+    with pytest.raises((SystemExit, UserError)) as refusal:
+        ppo_loop.parse(f"{common_flags} {flags}".split())
+    assert words in f"{refusal.value}{capfd.readouterr().err}"

@@ -8,6 +8,7 @@ With a GPU, this file is a script, whose results the tests read with DEVICE_RESU
 
 import dataclasses
 import functools
+import gc
 import itertools
 import os
 import pathlib
@@ -352,7 +353,45 @@ def actor_and_rollout(out):
     return found
 
 
+LORA = "--actor.lora-rank 2 --critic.lora-rank 2"
+WAYS = {"all weights": "", "adapters": LORA, "adapters on one base": f"{LORA} --share-base"}
+
+
+def ways_to_run_ppo(out):
+    """Way -> (bytes on the device of actor, reference, engine and critic, and of what their
+    optimizers keep; weights of the actor, of the critic, and of all adapters)."""
+    import ppo_loop
+
+    found = {}
+    for way, flags in WAYS.items():
+        wide = '{"hidden_size":256,"intermediate_size":1024,"num_hidden_layers":4}'
+        flags += f" --out-dir {out}/way --supervised-steps 0 --kl-coef 0.01"
+        flags += f" --actor.override-config {wide}"
+        run, task = ppo_loop.set_up(ppo_loop.parse(flags.split()))
+        fresh = types.SimpleNamespace(folder=None, halvings=0)
+
+        before = device.allocated()
+        models = ppo_loop.build(run, task, torch.device("cuda"), fresh)
+        models.critic.checkpoint_writer()  # which makes the optimizer's state
+        models.actor.free_gathered()
+        held = device.allocated() - before
+
+        # the same weight in two models counts once
+        both = [*models.actor.model.named_parameters()]
+        both += models.critic.critic.model.named_parameters()
+        adapters = {p: p.numel() for name, p in both if ".lora_" in name}
+        sizes = [sum(adapters.values())]
+        for model in (models.critic.critic.model, models.actor.model):
+            weights = [p.numel() for name, p in model.named_parameters() if ".lora_" not in name]
+            sizes.insert(0, sum(weights))
+        found[way] = (held, *sizes)
+        del models, model, both, adapters
+        gc.collect()
+    return found
+
+
 ONE_RANK = (offloading, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
+ONE_RANK += (ways_to_run_ppo,)
 ONE_RANK = ONE_RANK if device.REAL else (refusals, saves, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
@@ -507,6 +546,24 @@ def test_the_device_holds_what_a_phase_needs():
     assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, (
         held
     )
+
+
+def test_adapters_take_the_memory_that_the_reference_says():
+    """A weight that trains has 12 bytes with its moments, a frozen one 2 in bfloat16; the engine,
+    and a reference of its own, have 2 for each of the actor's."""
+    found = of_device(1, "ways_to_run_ppo")
+    held = {}
+    expected = {}
+    for way, (n, actor, critic, adapters) in found.items():
+        held[way] = n
+        engine = 2 * actor
+        expected[way] = {
+            "all weights": 12 * actor + 2 * actor + engine + 12 * critic,
+            "adapters": 2 * actor + engine + 2 * critic + 12 * adapters,
+            "adapters on one base": 2 * actor + engine + 12 * adapters,
+        }[way]
+        print(f"{way}: {n / actor:.2f} bytes a weight of the actor")
+    assert held == pytest.approx(expected, rel=0.01)
 
 
 @pytest.mark.parametrize(
