@@ -3714,7 +3714,11 @@ def add_lora(backbone, config, seed, adapter="default"):
 
 
 def use_adapter(backbone, adapter):
-    """From now on, a backbone's layers add this adapter, which trains, and no other one."""
+    """From now on, a backbone's layers add this adapter, which trains, and no other one. None: of
+    the backbone nothing trains."""
+    if adapter is None:
+        backbone.requires_grad_(False)
+        return
     for module in backbone.modules():
         if hasattr(module, "lora_A"):
             module.set_adapter(adapter)

@@ -1600,15 +1600,17 @@ ADAPTER = "critic"  # the name of the critic's adapters in a backbone that it sh
 
 def share_backbone(backbone, config, model_config):
     """(a ValueModel of another model's backbone, words on the origin of its weights). Only the head
-    is new, and spread over the same ranks."""
-    common.use_adapter(backbone, ADAPTER)
+    is new, and spread over the same ranks. Without adapters, nothing else learns: it is a probe."""
     model = ValueModel(backbone, model_config.num_labels)
-    model.register_forward_pre_hook(lambda *_: common.use_adapter(backbone, ADAPTER))
+    take_turn = partial(common.use_adapter, backbone, ADAPTER if config.lora_rank else None)
+    model.register_forward_pre_hook(lambda *_: take_turn())
+    take_turn()
     words = common.init_value_head(model.score, config, model_config)
     weight = next(backbone.parameters())
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fsdp.fully_shard(model.score.to(weight.device), mesh=weight.device_mesh, mp_policy=policy)
-    return model, f"the actor's weights, with adapters of its own; {words}"
+    story = "with adapters of its own" if config.lora_rank else "which only the actor changes"
+    return model, f"the actor's weights, {story}; {words}"
 
 
 def shares_backbone(model):

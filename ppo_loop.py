@@ -133,8 +133,9 @@ AggMode = Literal["token-mean", "token-sum", SeqMode]
 # flags about a critic's own base, see --share-base
 OF_A_BASE = (
     "override_config strategy fsdp_size offload_policy keep_gathered defer_grad_sync compile"
-    " gradient_checkpointing param_dtype use_remove_padding freeze_modules"
+    " gradient_checkpointing param_dtype use_remove_padding"
 )
+BACKBONE = r"^model\."  # what --critic.freeze-modules takes to train the head alone
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16384}  # of prompts: fewer would not keep it busy
 
@@ -220,7 +221,8 @@ class Run:
     vllm: VLLMConfig = VLLMConfig()
     # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
-    # the critic is LoRA adapters and a head on the actor's weights, so these are there once
+    # the critic is a head on the actor's weights, which are there once; with --actor.lora-rank and
+    # --critic.lora-rank, both train adapters of their own, else the critic trains only its head
     share_base: bool = False
 
     # ---- task
@@ -360,9 +362,13 @@ class Run:
         critic = self.critic
         if self.backend != "fsdp" or critic.model not in ("actor", self.actor.model):
             raise ValueError("--share-base: needs --critic fsdp and --critic.model actor")
-        if not (self.actor.lora_rank and critic.lora_rank):
-            raise ValueError("--share-base: needs --actor.lora-rank and --critic.lora-rank")
-        for name in OF_A_BASE.split():
+        if bool(self.actor.lora_rank) != bool(critic.lora_rank):
+            words = "needs both --actor.lora-rank and --critic.lora-rank, or none"
+            raise ValueError(f"--share-base: {words}")
+        names = OF_A_BASE.split()
+        if critic.lora_rank:  # else with_defaults freezes all but the head
+            names.append("freeze_modules")
+        for name in names:
             x = getattr(critic, name)
             usual = getattr(type(critic), name)
             if x not in (usual, getattr(self.actor, name, usual)):
@@ -826,6 +832,8 @@ def with_defaults(run):
             critic = replace(critic, override_config=actor.override_config)
     if run.share_base:
         critic = replace(critic, param_dtype=actor.param_dtype)
+        if not critic.lora_rank:
+            critic = replace(critic, freeze_modules=BACKBONE)
 
     reward = run.reward or (None if run.reward_model or run.prompts else "addition")
     if run.search:
@@ -1724,8 +1732,7 @@ def reward_config(run):
     defaults = {x.name: x.default for x in fields(run.critic) if x.name in own.split()}
     config = replace(run.critic, **defaults, model=run.reward_model, value_head_init="checkpoint")
     # it never trains, and FSDP can hold it in the dtype of products
-    pattern = r"^model\." if run.backend == "fsdp" else None
-    return replace(config, freeze_modules=pattern)
+    return replace(config, freeze_modules=BACKBONE if run.backend == "fsdp" else None)
 
 
 class RewardModel:
@@ -2102,7 +2109,7 @@ class PolicyWorker:
         self.model.requires_grad_(False)
         for lm in filter(None, (self.model.lm, source)):
             common.add_lora(lm.base_model, self.config, self.run.seed)
-            if self.run.share_base:
+            if self.run.share_base:  # and so --critic.lora-rank
                 critic = self.run.critic
                 common.add_lora(lm.base_model, critic, critic.seed, self.critic_script.ADAPTER)
                 common.use_adapter(lm.base_model, "default")
@@ -2176,8 +2183,11 @@ class PolicyWorker:
             raise RuntimeError(f"an earlier update failed halfway: {words}")
         if failed:
             self.model.state_dict()  # its hooks shard what the update has left gathered
-        if self.run.share_base:
+        if self.run.share_base and self.optimizer:  # the critic's turn has ended
+            self.free_gathered()
             common.use_adapter(self.model, "default")
+            for p in self.optimizer.state:
+                p.requires_grad_()
 
     def check_batch(self, batch, rows, max_tokens):
         """UserError if a row does not fit the model or, alone, a micro-batch."""
@@ -2447,7 +2457,6 @@ class PolicyWorker:
         """Yields (name, full tensor) for each weight, one at a time and with its adapter (a
         collective); then what else is stored, such as the correction that some routers add."""
         self.check_ready(saves=True)
-        self.free_gathered()  # what a critic on the same base has left
         lm = self.model.lm
         for name, x in lm.named_parameters():
             if ".lora_" in name:

@@ -354,7 +354,12 @@ def actor_and_rollout(out):
 
 
 LORA = "--actor.lora-rank 2 --critic.lora-rank 2"
-WAYS = {"all weights": "", "adapters": LORA, "adapters on one base": f"{LORA} --share-base"}
+WAYS = {
+    "all weights": "",
+    "a head on the actor's": "--share-base",
+    "adapters": LORA,
+    "adapters on one base": f"{LORA} --share-base",
+}
 
 
 def ways_to_run_ppo(out):
@@ -559,6 +564,7 @@ def test_adapters_take_the_memory_that_the_reference_says():
         engine = 2 * actor
         expected[way] = {
             "all weights": 12 * actor + 2 * actor + engine + 12 * critic,
+            "a head on the actor's": 12 * actor + 2 * actor + engine,
             "adapters": 2 * actor + engine + 2 * critic + 12 * adapters,
             "adapters on one base": 2 * actor + engine + 12 * adapters,
         }[way]
