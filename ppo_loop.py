@@ -221,8 +221,8 @@ class Run:
     vllm: VLLMConfig = VLLMConfig()
     # script that implements the critic; its own flags are --critic.*
     backend: Annotated[Literal["fsdp", "megatron"], tyro.conf.arg(name="critic")] = "fsdp"
-    # the critic is a head on the actor's weights, which are there once; with --actor.lora-rank and
-    # --critic.lora-rank, both train adapters of their own, else the critic trains only its head
+    # the critic is a head on the actor's weights; if both have a --lora-rank, they train adapters
+    # on one base
     share_base: bool = False
 
     # ---- task
