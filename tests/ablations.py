@@ -46,6 +46,11 @@ PPO = {
     "oracle: true V(s), lambda 0": "--baseline V --lam-policy 0",
     "oracle: minus true b(s)": "--baseline b",
     "oracle: true Q(s,a) - b(s)": "--baseline Q-b",
+    "adapters of rank 16 on one base": (
+        "--share-base --actor.lora-rank 16 --critic.lora-rank 16 --actor.lora-alpha 32"
+        " --critic.lora-alpha 32 --actor.lr 3e-3"
+    ),
+    "a head on the actor's weights": "--share-base --critic.lr 1e-2",
     "at 0, and the critic reads the right answer": (
         "--critic.value-head-init zero --privileged-key response"
     ),
