@@ -946,8 +946,8 @@ class CriticWorker:
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
         value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint has one.
-        backbone: of another model, spread over all ranks, with an adapter ADAPTER for the critic
-        (None: the critic has a backbone of its own)."""
+        backbone: that of another model, spread over all ranks; for --lora-rank it has adapters of
+        the name ADAPTER. None: the critic has its own."""
         config = self.config
         layout = self.layout
         if config.lr_scheduler_type == "cosine" and not total_steps:

@@ -880,6 +880,8 @@ def check_models(run, tokenizer, model_config, longest, known):
 
 def check_images(run, tokenizer, images):
     """UserError unless the critic and the reward model read images as the actor does."""
+    if run.share_base:
+        raise UserError("--share-base: reads text only, but prompts have images")
     if run.rollout == "vllm" and not util.find_spec("torchvision"):
         raise UserError("--rollout vllm: reads images with torchvision, which is not installed")
 
@@ -2128,7 +2130,7 @@ class PolicyWorker:
             self.model.set_reshard_after_forward(False)
         if self.run.share_base:  # a critic calls the backbone alone, without the hooks of the rest
             embedding = self.model.lm.get_input_embeddings()
-            embedding.register_forward_pre_hook(lambda *_: self.model.unshard() and None)
+            embedding.register_forward_pre_hook(lambda *_: self.model.unshard())
         common.let_ranks_skip_weights(self.model)
         self.model.to_empty(device=self.device)
 

@@ -616,6 +616,7 @@ def readers(folders, tmp_path_factory):
     ("--actor.model tiny-qwen2", ":1: unusable, with --prompt-key prompt (it has images,"
      " but this model reads text only)"),
     ("--critic megatron", "(it has images, but --critic megatron reads text only)"),
+    ("--share-base", "--share-base: reads text only, but prompts have images"),
     ("--critic.model {blind}", "--critic.model {blind}: reads text only, but prompts have images"),
     ("--critic.model {other}", "--critic.model {other}: reads images in another way than the actor;"
      " both need one preprocessor_config.json"),
