@@ -184,8 +184,8 @@ def test_what_the_first_screen_says_is_in_results():
     chance = r"A random answer is right (\S+) of the time, the majority (\S+) \("
     greedy = re.search(r"The model's one greedy answer is right (\S+),", section)[1]
     numbers = (best, *reversed(re.search(chance, section).groups()), greedy)
-    words = "critic's choice is right {} of the time, the majority's {}, a random one {}."
-    words += " The model's greedy answer is right {}."
+    words = "its choice is right {} of the time, the majority's {}, a random one {};"
+    words += " one greedy answer {}."
     rounded = [f"{float(x):.2f}" for x in numbers]
     assert words.format(*rounded) in README.replace("\n  ", " ")
 
