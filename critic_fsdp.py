@@ -380,6 +380,7 @@ class Layout(NamedTuple):
     fsdp_mesh: dist.DeviceMesh  # (world,), or (replicas, fsdp_size) for hybrid sharding
     dp_ranks: list  # the dp_rank of each rank
     gives_values: list  # for each rank, whether it gives values back: one of those that share a row
+    backbone: nn.Module | None = None  # of another model, which the critic shares
 
 
 def make_layout(config, device):
@@ -422,12 +423,11 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def build_value_model(skeleton, config, model_config, layout, backbone):
-    """(the skeleton as a sharded ValueModel with its weights, words on their origin).
-
-    Only rank 0 reads the weights, and it sends each rank its shards."""
-    if backbone:
-        return share_backbone(backbone, config, model_config)
+def build_value_model(skeleton, config, model_config, layout):
+    """(the skeleton as a sharded ValueModel with its weights, words on their origin). Only rank 0
+    reads the weights, and it sends each rank its shards."""
+    if layout.backbone:
+        return share_backbone(layout.backbone, config, model_config)
     source = None
     origin = ""
     if RANK == 0:
@@ -601,7 +601,7 @@ class DataParallelPPOCritic:
 
     between = staticmethod(lambda: None)  # called between forwards of compute_values; it may raise
 
-    def __init__(self, config, model_config, layout, total_steps, backbone=None):
+    def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
         self.value_range = model_config.value_range  # None: the head's outputs are the values
@@ -616,7 +616,7 @@ class DataParallelPPOCritic:
 
         # the model
         self.compiled = compile_blocks(skeleton, config, model_config, layout.device, total_steps)
-        self.model, origin = build_value_model(skeleton, config, model_config, layout, backbone)
+        self.model, origin = build_value_model(skeleton, config, model_config, layout)
         self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only
         if self.image_processor:
@@ -941,22 +941,18 @@ class CriticWorker:
         self.away = []  # what is on the host meanwhile, see common.offload
         self.halvings = 0  # how often runs from here have run out of memory, see common.Checkpoints
 
-    def init_model(self, total_steps=None, value_range=None, backbone=None):
+    def init_model(self, total_steps=None, value_range=None):
         """Builds the model and its optimizer, and seeds torch, alike on all ranks.
 
         total_steps: optimizer steps of the whole run, which --lr-scheduler-type cosine needs.
-        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint has one.
-        backbone: that of another model, spread over all ranks; for --lora-rank it has adapters of
-        the name ADAPTER. None: the critic has its own."""
+        value_range: (LOW, HIGH) of the head if neither --value-range nor the checkpoint has one."""
         config = self.config
         layout = self.layout
         if config.lr_scheduler_type == "cosine" and not total_steps:
             flag = f"{config.prefix}lr-scheduler-type cosine"
             raise UserError(f"{flag}: init_model needs total_steps")
         common.configure_head(self.model_config, config, value_range)
-        self.critic = DataParallelPPOCritic(
-            config, self.model_config, layout, total_steps, backbone
-        )
+        self.critic = DataParallelPPOCritic(config, self.model_config, layout, total_steps)
         sizes = f"dp {layout.dp_size} x sp {layout.sp_size};"
         sizes += f" weights in {shards_of(config, WORLD_SIZE)} shards ({config.strategy})"
         torch.manual_seed(config.seed)  # reset: new weights may have drawn from it

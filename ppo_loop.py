@@ -1020,15 +1020,14 @@ def build(run, task, device, checkpoints):
     engine = away(engine_kind(replace(run, rollout_batch_size=rows), task, device))
 
     # the critic is built last, because it seeds or restores torch's RNG
-    shared = {}
+    critic = critic_module(run.backend).CriticWorker(run.critic)
     if run.share_base:
         actor.onload()
-        shared["backbone"] = actor.model.lm.base_model
-    critic = critic_module(run.backend).CriticWorker(run.critic)
+        critic.layout = critic.layout._replace(backbone=actor.model.lm.base_model)
     n = len(task.prompts)
     size = ceil(n / ceil(n / run.train_batch_size))  # prompts per step: rows_of_step cuts evenly
     minis = ceil(size * run.rollout_n / run.critic.ppo_mini_batch_size)
-    critic.init_model(run.steps * run.critic.ppo_epochs * minis, **shared)
+    critic.init_model(run.steps * run.critic.ppo_epochs * minis)
     if folder:
         critic.load_checkpoint(f"{folder}/critic")
     critic.set_budget(task.longest, LONGEST, halvings)

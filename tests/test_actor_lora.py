@@ -174,8 +174,8 @@ def test_what_cannot_be_adapted_is_refused():
 @pytest.mark.parametrize("flags, words", [
     ("--critic megatron", "needs --critic fsdp and --critic.model actor"),
     ("--critic.model tiny-llama", "needs --critic fsdp and --critic.model actor"),
-    ("--critic.lora-rank 0", "needs both --actor.lora-rank and --critic.lora-rank, or none"),
-    ("--actor.lora-rank 0", "needs both --actor.lora-rank and --critic.lora-rank, or none"),
+    ("--critic.lora-rank 0", "needs both --actor.lora-rank"),
+    ("--actor.lora-rank 0", "needs both --actor.lora-rank"),
     ("--critic.strategy fsdp1", "--critic.strategy fsdp1: is about a base of its own"),
     ("--critic.freeze-modules embed", "--critic.freeze-modules embed: is about a base"),
     ("--critic.param-dtype bfloat16", "--critic.param-dtype bfloat16: is about a base"),
