@@ -353,6 +353,27 @@ def actor_and_rollout(out):
     return found
 
 
+def one_base(out):
+    """With --share-base, PPO's metrics are the same with --offload, with adapters and without."""
+    import ppo_loop
+
+    for way in ("a head on the actor's", "adapters on one base"):
+        metrics = []
+        for offload in ("", "--offload"):
+            folder = out / f"{way}{offload}"
+            flags = f"{WAYS[way]} {offload} --kl-coef 0.01 --steps 3 --train-batch-size 16"
+            flags += " --save-every 2 --supervised-steps 2 --actor.param-dtype float32"
+            flags += f" --reward {helpers.ROOT}/tests/rewards.py:right_digits"
+            ppo_loop.main(ppo_loop.parse([*flags.split(), "--out-dir", str(folder)]))
+            rows = common.read_lines(folder / "metrics.jsonl")
+            passing = ("time/", "perf/", "memory/")
+            metrics.append(
+                [{k: x for k, x in row.items() if not k.startswith(passing)} for row in rows]
+            )
+        assert metrics[0] == metrics[1], way
+        assert metrics[0][-1]["step"] == 3 and metrics[0][-2]["critic/grad_norm"] > 0
+
+
 LORA = "--actor.lora-rank 2 --critic.lora-rank 2"
 WAYS = {
     "all weights": "",
@@ -396,7 +417,7 @@ def ways_to_run_ppo(out):
 
 
 ONE_RANK = (offloading, actor_and_rollout, run_fsdp, resume_in_megatron, run_ppo, offloaded_vllm)
-ONE_RANK += (ways_to_run_ppo,)
+ONE_RANK += (ways_to_run_ppo, one_base)
 ONE_RANK = ONE_RANK if device.REAL else (refusals, saves, *ONE_RANK)
 PARTS = {1: ONE_RANK, 2: (run_ppo,)}
 EXPORTED = ("resume_in_megatron", "run_ppo", "offloaded_vllm")  # read what run_fsdp leaves
