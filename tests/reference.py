@@ -204,10 +204,14 @@ def reference_of(folder, batch, mode="token-mean", images_of=lambda row, ids: {}
 
 def difference(ours, exact):
     """Largest difference of two dicts of gradients, relative to the largest entry of its tensor (or
-    a thousandth of the largest of all, because the gradient of keys' biases is only rounding)."""
+    a thousandth of the largest of all, because the gradient of keys' biases is only rounding). The
+    head's bias is one number, a sum that may cancel: it counts as part of the head's weight."""
     assert ours.keys() == exact.keys()
     floor = 1e-3 * max(g.abs().max() for g in exact.values())
     scale = {n: torch.maximum(g.abs().max(), floor) for n, g in exact.items()}
+    for n in scale:
+        if n.endswith("score.bias"):
+            scale[n] = torch.maximum(scale[n], scale[n.replace("bias", "weight")])
     return max(float((ours[n] - g).abs().max() / scale[n]) for n, g in exact.items())
 
 
