@@ -64,7 +64,7 @@ from os.path import dirname, exists, isdir, isfile, realpath
 from pathlib import Path
 from random import Random
 from shutil import rmtree
-from time import perf_counter, sleep, time_ns
+from time import perf_counter, sleep, time, time_ns
 from typing import Annotated, NamedTuple
 
 import jinja2
@@ -2599,7 +2599,8 @@ class Logger:
         self.out_dir = out_dir
         is_own = folder and dirname(folder) == realpath(f"{out_dir}/checkpoints")
         last_step = first_step if is_own else 0
-        self.start = perf_counter()
+        self.began = perf_counter()
+        self.start = self.began  # of the steps of which the time left is told
         self.updates = 0  # since the start
         self.skipped = 0  # updates in a row, up to the last one
         if RANK:
@@ -2674,11 +2675,13 @@ class Logger:
             raise UserError(f"10 updates in a row were skipped: {fault}; use a lower {lr}")
 
     def log(self, step, metrics):
-        """Metrics: name -> number; logs null if it is not finite."""
+        """Metrics: name -> number; logs null if it is not finite. A line also tells when it was
+        made, which TensorBoard's entries always do."""
         if RANK:
             return
         metrics = {name: float(x) if isfinite(x) else None for name, x in metrics.items()}
-        row = {"step": step, **metrics}
+        clock = {"perf/unix_time": time(), "perf/run_time": perf_counter() - self.began}
+        row = {"step": step, **metrics, **clock}
         self.file.write(json.dumps(row) + "\n")
         for name, x in metrics.items():
             if x is not None:

@@ -7,6 +7,7 @@ import math
 import os
 import re
 import sys
+import time
 
 import pytest
 import torch
@@ -386,6 +387,14 @@ def test_a_users_function_gets_each_line_of_metrics(script, whole_run, tmp_path)
 
     told = (tmp_path / "told").read_text()
     assert told == (tmp_path / "out" / "metrics.jsonl").read_text() and len(told.splitlines()) > 2
+
+    # each line tells when it was made
+    rows = [json.loads(line) for line in told.splitlines()]
+    of_run, unix = zip(*[(row["perf/run_time"], row["perf/unix_time"]) for row in rows])
+    assert 0 <= of_run[0] < of_run[-1] < 600 and list(of_run) == sorted(of_run)
+    assert 0 <= time.time() - unix[-1] < 600 and unix[-1] - unix[0] == pytest.approx(
+        of_run[-1] - of_run[0], abs=0.1
+    )
 
 
 def test_a_users_function_that_is_not_there_is_named_by_rank_0(tmp_path, monkeypatch):

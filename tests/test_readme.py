@@ -471,7 +471,7 @@ def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
 
 def skip_without_packages(line):
     """Skips if what the line imports is not installed: the project itself does not need it."""
-    needs = {"datasets": "datasets", "trackio": "tbparse", "wandb": "wandb"}
+    needs = {"datasets": "datasets", "trackio": "tbparse", "wandb": "wandb", "pandas": "pandas"}
     for package, module in needs.items():
         if package in line:
             pytest.importorskip(module)
