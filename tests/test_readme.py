@@ -21,6 +21,7 @@ import pytest
 import torch.distributed as dist
 import truth
 import tyro
+from browser import CHROMIUM
 from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun, worker
 from ppo_scenarios import metrics_of
 
@@ -73,7 +74,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search"
+    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -99,7 +100,7 @@ def test_words_are_spelled_right_and_none_is_retired():
 
 def test_the_readme_is_short_and_stands_alone():
     lines = README.splitlines()
-    assert len(lines) <= 200 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
+    assert len(lines) <= 190 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
     assert sum(line.startswith("|") for line in lines) <= 45
     assert not any("../shared" in text for name, text in PAGES.items() if name != "RESULTS.md")
 
@@ -319,6 +320,31 @@ def check_start(out):
     assert words in README.replace("\n", " ")
 
 
+def check_pictures(copy):
+    """The same critic gives the first picture again: its texts and bars, and nearly its numbers.
+    The others are parts of its report."""
+    for line in [line for kind, line in COMMANDS if kind == "picture"]:
+        if "browser.py" in line and not CHROMIUM:
+            continue
+        _, script, source, file, *rest = line.split()
+        made = copy / os.path.basename(file)
+        succeeded(run(sys.executable, ROOT / script, source, made, *rest, cwd=copy))
+        assert made.stat().st_size > 1000
+    shown, again = (
+        x.read_text() for x in (ROOT / ".github/assets/answers.svg", copy / "answers.svg")
+    )
+    bars = re.compile(r'height="7" fill-opacity="(.*)"/>')
+    assert bars.findall(again) == bars.findall(shown) and len(bars.findall(shown)) == 14
+
+    numbers = re.compile(r">(\d\.\d\d)<")
+    assert numbers.sub("", again) != again
+    assert re.findall(">([^<]*)</text>", numbers.sub("><", again)) == re.findall(
+        ">([^<]*)</text>", numbers.sub("><", shown)
+    )
+    expected = [pytest.approx(float(x), abs=0.2) for x in numbers.findall(shown)]
+    assert list(map(float, numbers.findall(again))) == expected
+
+
 def check_longest(out):
     """Before PPO the accuracy is that of the README, and after 20 steps not above its end."""
     first, then = held_out(out, "accuracy")
@@ -376,6 +402,7 @@ def test_command_runs(line, copy, ppo):
         check_two_backends(copy)
     if line == START:
         check_start(out)
+        check_pictures(copy)
     if line == LONGEST:
         check_longest(out)
     if re.match(r".* ppo_loop.py .*gsm8k", line):
