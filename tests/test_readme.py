@@ -5,7 +5,9 @@ Commands run as they are written, except that those that train for minutes have 
 STEPS."""
 
 import ast
+import collections
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -15,9 +17,12 @@ import shutil
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
+from xml.etree import ElementTree
 
 import bench
+import browser
 import pytest
+import torch
 import torch.distributed as dist
 import truth
 import tyro
@@ -26,6 +31,7 @@ from helpers import ROOT, SHARED, begin, ended, run, succeeded, torchrun, worker
 from ppo_scenarios import metrics_of
 
 import common
+import critic_fsdp
 import ppo_loop
 
 PAGES = {
@@ -192,15 +198,104 @@ def test_what_the_first_screen_says_is_in_results():
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
-    """The links lead to files, for the numbers of lines change."""
+    """The links lead to files, for the numbers of lines change. A method stands there without its
+    class if no other has one of this name."""
     links = re.findall(r"\[`([\w.]+)`\]\(\.\./(\w+\.py)\)", PAGES["reading.md"])
     for name, file in links:
         here = ast.parse((ROOT / file).read_text()).body
-        for part in name.split("."):
-            found = [x for x in here if getattr(x, "name", None) == part]
-            assert len(found) == 1, (file, name)
-            here = found[0].body
+        classes = [x for x in here if isinstance(x, ast.ClassDef)]
+        names = [x.name for x in here if hasattr(x, "name")]
+        for kind in classes:
+            methods = [x.name for x in kind.body if hasattr(x, "name")]
+            names += [*methods, *(f"{kind.name}.{method}" for method in methods)]
+        assert names.count(name) == 1, (file, name)
     assert len(links) > 30
+
+
+def drawn(name):
+    """The texts of a drawing, line by line from left to right: [[(x, text), ...], ...]."""
+    root = ElementTree.parse(ROOT / ".github" / "assets" / f"{name}.svg").getroot()
+    lines = collections.defaultdict(list)
+    for text in root.iter("{http://www.w3.org/2000/svg}text"):
+        lines[float(text.get("y"))].append((float(text.get("x")), text.text))
+    return [sorted(line) for _, line in sorted(lines.items())]
+
+
+def test_the_drawing_of_the_shift_shows_what_shift_does():
+    _, tokens, outputs, _, values, _ = drawn("shift")
+    assert [x for x, _ in tokens] == [x for x, _ in outputs]
+    places = critic_fsdp.shift(torch.arange(len(tokens))).tolist()
+    acts = [t for t, (_, token) in enumerate(tokens) if token.startswith("a")]
+    assert values == [(tokens[t][0], outputs[places[t]][1]) for t in acts] and len(acts) == 3
+
+
+def test_the_drawing_of_gae_has_the_numbers_of_the_table():
+    """Those are computed anew in test_common.py."""
+    lines = re.findall(r"^\| `?([^`|]+?)`? (\|(?: [-.\d]+ \|){5})", PAGES["reading.md"], flags=re.M)
+    table = {name: re.findall(r"[-.\d]+", cells)[2:] for name, cells in lines}  # of actions
+    shown = {label: [text for _, text in numbers] for (_, label), *numbers in drawn("gae")}
+    names = {"reward": "token_level_rewards", "value": "values", "return": "returns"}
+    for name in ("reward", "value", "TD error", "advantage", "return"):
+        assert shown[name][:3] == table[names.get(name, name)]
+    assert shown["value"][3:] == ["0"] and shown["action"] == ["a0", "a1", "a2", "end"]
+
+
+def test_the_drawing_of_a_pack_shows_what_pack_rows_does():
+    """Where rows and slots end, and which slot attends to which."""
+    rows = common.concat([common.Batch.blank(5), common.Batch.blank(4)])
+    rows.input_ids = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5])
+    rows.response_mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1]).bool()
+    slots, _, pack = critic_fsdp.pack_rows(rows, "cpu", share=True)
+    names = ["p0", "p1", "p2", "a0", "a1", "b0"]
+    named = lambda ids: [names[i] for i in ids.tolist()]
+    texts = [[text for _, text in line] for line in drawn("pack")]
+    assert texts[1] == named(rows.input_ids)
+    assert list(map(int, texts[2])) == rows.cu_seqlens.tolist()
+    assert texts[5] == named(rows.input_ids[slots])
+    assert list(map(int, texts[6])) == pack.varlen[0].tolist()
+
+    sees = []  # of each query, the slots of its keys
+    keys = pack.keys.split(pack.key_lengths)
+    for queries, row in zip(pack.lengths, keys, strict=True):
+        sees += [row[: len(row) - behind].tolist() for behind in reversed(range(queries))]
+    code = (ROOT / ".github" / "assets" / "pack.svg").read_text()
+    squares = [
+        [(int(x) - 102) // 40 for x in re.findall(r"M(\d+) ", path)]
+        for path in re.findall(r'd="(M[^"]*h36v28h-36z)"', code)
+    ]
+    assert squares == sees and texts[8:] == [[name] for name in texts[5]]
+
+
+@pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("name", ["shift", "gae", "pack", "rows"])
+def test_a_drawing_can_be_read_on_a_phone_in_both_colour_schemes(name):
+    """Its texts are large, lie inside, and do not overlap; it says in words what it shows."""
+    path = ROOT / ".github" / "assets" / f"{name}.svg"
+    assert len(path.read_text().splitlines()) < 80 and "href" not in path.read_text()
+    colours = []
+    with browser.page(path) as call:
+        box = "(b => [b.x, b.y, b.x + b.width, b.y + b.height])(x.getBBox())"
+        found = browser.evaluate(call, f"[...document.querySelectorAll('text')].map(x => {box})")
+        width, height = browser.evaluate(
+            call, "(b => [b.width, b.height])(document.documentElement.viewBox.baseVal)"
+        )
+        size = browser.evaluate(call, "getComputedStyle(document.querySelector('text')).fontSize")
+        for scheme in ("light", "dark"):
+            feature = {"name": "prefers-color-scheme", "value": scheme}
+            call("Emulation.setEmulatedMedia", features=[feature])
+            for kind in ("text", ".back", ".act"):
+                style = f"getComputedStyle(document.querySelector('{kind}')).fill"
+                colours.append(browser.evaluate(call, style))
+        words = browser.evaluate(call, "document.querySelector('desc').textContent")
+
+    assert width <= 420 and float(size.removesuffix("px")) >= 15 and len(words) > 100
+    for left, top, right, bottom in found:
+        assert 0 <= left < right <= width and 0 <= top < bottom <= height
+    for one, two in itertools.combinations(found, 2):
+        apart = one[2] <= two[0] or two[2] <= one[0] or one[3] <= two[1] or two[3] <= one[1]
+        assert apart, (one, two)
+    bright = [sum(map(int, re.findall(r"\d+", colour))) for colour in colours]
+    assert bright[0] + 500 < min(bright[1:3]) and bright[3] - 500 > max(bright[4:])
 
 
 def said_by_python_of(page, copy):
@@ -247,6 +342,51 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     again = run(*train, "again", "--steps", 1, "--model", "out/hf", cwd=tmp_path, PYTHONPATH="")
     assert "value head from its " in succeeded(again)
     assert len(list(tmp_path.glob("*.py"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
+def test_a_critic_with_a_second_output_learns_both(script, tmp_path):
+    """The reading path's patch: the first losses are those of a constant, by hand; a run that goes
+    on with two ranks makes the same updates; the export gives the values that --score gives."""
+    for file in ("common.py", f"{script}.py", "tests/rows.jsonl"):
+        shutil.copy(ROOT / file, tmp_path)
+    patch = (ROOT / "tests" / "second_output.diff").read_text()
+    if script == "critic_megatron":
+        patch = patch.replace("critic_fsdp", script).replace("to_device(", "before_actions(")
+    (tmp_path / "patch").write_text(patch)
+    succeeded(run("git", "apply", "patch", cwd=tmp_path))
+
+    words = (f"{script}.py", "--rollouts", "rows.jsonl", "--ppo-mini-batch-size", 1024, "--out-dir")
+    succeeded(run(sys.executable, *words, "out/my", "--steps", 4, cwd=tmp_path))
+    succeeded(run(sys.executable, *words, "out/two", "--steps", 2, cwd=tmp_path))
+    succeeded(torchrun(2, *words, "out/two", "--steps", 4, "--resume", "auto", cwd=tmp_path))
+    one, two = (metrics_of(tmp_path / "out" / name) for name in ("my", "two"))
+    assert two == {key: pytest.approx(x, rel=1e-5, abs=1e-6) for key, x in one.items()}
+
+    # the start, for each action: (its row's reward, how many actions are left); then both learn
+    rows = common.read_lines(tmp_path / "rows.jsonl")
+    told = []
+    for row in rows:
+        lefts = range(len(row["response"]) + 1, 0, -1)  # <eos> is the last action
+        told += [(row["reward"], left) for left in lefts]
+    start = float(f"{fmean(reward for reward, _ in told):.2g}")
+    losses = [0.5 * (start - reward) ** 2 for reward, _ in told]
+    assert one[1, "critic/vf_loss"] == pytest.approx(fmean(losses), rel=1e-5)
+    errors = [(start - left) ** 2 for _, left in told]
+    assert one[1, "critic/left_error"] == pytest.approx(fmean(errors), rel=1e-5)
+    for name in ("vf_loss", "left_error"):
+        assert one[4, f"critic/{name}"] < 0.99 * one[1, f"critic/{name}"]
+
+    (tmp_path / "row.jsonl").write_text(
+        json.dumps({"prompt": "94+48=", "response": "94", "reward": 0})
+    )
+    score = (f"{script}.py", "--score", "row.jsonl", "--model", "out/my/hf", "--out-dir", "out/s")
+    succeeded(run(sys.executable, *score, cwd=tmp_path))
+    [row] = common.read_lines(tmp_path / "out" / "s" / "scored.jsonl")
+    assert said_by_python_of(PAGES["reference.md"], tmp_path) == pytest.approx(
+        row["values"], abs=1e-5
+    )
 
 
 def started(line, folder):
