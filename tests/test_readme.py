@@ -212,6 +212,24 @@ def test_each_function_of_the_reading_path_is_in_its_file():
     assert len(links) > 30
 
 
+def test_the_reading_path_counts_right():
+    """Two hours an evening, the bytes of a row, the lines of a patch; an exercise has a station."""
+    page = PAGES["reading.md"]
+    stations = re.findall(r"^(\d)\. \*\*(.*)\*\* \((\d+) minutes\)", page, flags=re.M)
+    minutes = [int(x) for _, _, x in stations]
+    first = page.partition("## Second evening")[0].count(" minutes). ")
+    assert all(100 < total < 140 for total in (20 + sum(minutes[:first]), sum(minutes[first:])))
+    assert [int(number) for number, _, _ in stations] == [*range(1, len(stations) + 1)]
+    asked = re.findall(r"^\d\. \((.*?)\) ", page, flags=re.M)
+    order = [[name for _, name, _ in stations].index(name) for name in asked]
+    assert order == sorted(order) and len(order) == 9
+
+    new = re.findall(
+        r"^\+(?!\+\+)", (ROOT / "tests" / "second_output.diff").read_text(), flags=re.M
+    )
+    assert f"{len(new)} new lines" in page and f"{common.Row.itemsize} bytes" in page
+
+
 def drawn(name):
     """The texts of a drawing, line by line from left to right: [[(x, text), ...], ...]."""
     root = ElementTree.parse(ROOT / ".github" / "assets" / f"{name}.svg").getroot()
