@@ -81,6 +81,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
+    kinds += " nano"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -200,7 +201,7 @@ def test_what_the_first_screen_says_is_in_results():
 def test_each_function_of_the_reading_path_is_in_its_file():
     """The links lead to files, for the numbers of lines change. A method stands there without its
     class if no other has one of this name."""
-    links = re.findall(r"\[`([\w.]+)`\]\(\.\./(\w+\.py)\)", PAGES["reading.md"])
+    links = re.findall(r"\[`([\w.]+)`\]\(\.\./((?:tests/)?\w+\.py)\)", PAGES["reading.md"])
     for name, file in links:
         here = ast.parse((ROOT / file).read_text()).body
         classes = [x for x in here if isinstance(x, ast.ClassDef)]
@@ -567,6 +568,28 @@ def test_command_runs(line, copy, ppo):
         check_ppo_on_gsm8k(copy)
     if re.match(r".* critic_fsdp.py .*gsm8k", line):
         check_critic_on_gsm8k(copy, out)
+
+
+@pytest.mark.slow
+def test_the_whole_idea_in_one_file_learns_as_the_page_shows():
+    """The critic tells a right answer from a wrong one by its first digit, and PPO's reward
+    rises."""
+    [line] = [line for kind, line in COMMANDS if kind == "nano"]
+    said = succeeded(ended(started(line, ROOT)))
+    page = PAGES["reading.md"].replace("its mean\n", "its mean ")
+
+    answers = [
+        re.findall(r"^(\d+\+\d+=\d+) +values (.*)$", text, flags=re.M) for text in (page, said)
+    ]
+    shown, found = ([(text, *map(float, values.split())) for text, values in x] for x in answers)
+    assert found == [(text, *(pytest.approx(x, abs=0.2) for x in xs)) for text, *xs in shown]
+    assert len(shown) == 2
+
+    rewards = [float(x) for x in re.findall(r"^ppo +\d+   reward (\S+)", said, flags=re.M)]
+    claim = re.search(r"mean reward rises from (\S+) to (\d\.\d+)", page).groups()
+    first, last = map(float, claim)
+    assert rewards[0] == pytest.approx(first, abs=0.1) and last > first + 0.2
+    assert rewards[-1] == pytest.approx(last, abs=0.1)
 
 
 @pytest.mark.slow
