@@ -2,11 +2,12 @@
 
     python tests/nano_critic.py        half a minute on one CPU core; needs torch and transformers
 
-A language model that answers prompts is a *policy*: it chooses one token after another, and each
-token that it chooses is an *action*. When the answer has ended, a program gives it a *reward*, here
-1 if a sum is right, else 0. The *critic* is a second model. Before each action it says how much
-reward it still expects: the *value*. If it expects more after an action than before, the action was
-better than expected: its *advantage* is positive, and PPO makes the action likelier.
+A language model that answers prompts is a *policy*: it chooses one token after another, here one
+character, and each token that it chooses is an *action*. When the answer has ended, a program gives
+it a *reward*: 1 if a sum is right, else 0. The *critic* is a second model. Before each action it
+says how much reward it still expects: the *value*. If it expects more after an action than before,
+the action was better than expected. Then its *advantage* is positive, and PPO, proximal policy
+optimization, makes the action likelier.
 
 Read from top to bottom: rows, values, advantages, the critic's loss, the update. Then PPO, where
 the policy learns, too, and is called the *actor*. critic_fsdp.py makes the same updates on many
@@ -37,9 +38,9 @@ EPOCHS = 2
 
 # ---- Rows: a prompt, an answer and a reward ------------------------------------------------------
 #
-# A line of rows.jsonl is {"prompt": "70+25=", "response": "95", "reward": 1.0}. A token is one
-# character here, and a row is the tokens of a prompt and of an answer. Many rows are a dict of
-# (B, L) tensors, with one entry for each token:
+# A line of rows.jsonl is {"prompt": "70+25=", "response": "95", "reward": 1.0}. A row is the tokens
+# of a prompt and of the answer to it. Many rows are a dict of (B, L) tensors, which have one number
+# for each token:
 #
 #     ids          7  0  +  2  5  =  9  5  END
 #     is_action    0  0  0  0  0  0  1  1  1      the policy has chosen these, the end as well
@@ -70,7 +71,7 @@ def as_rows(ids_BL, rewards):
 
 
 def select(rows, which):
-    """Some of the rows. which: a slice, or indices."""
+    """Some of the rows: those of a slice, or those with these indices."""
     return {name: x_BL[which] for name, x_BL in rows.items()}
 
 
@@ -114,7 +115,7 @@ class ValueModel(nn.Module):
 
 
 def gae(rewards, values, is_action):
-    """Generalized advantage estimation (1506.02438) of one row, from its last token to its first
+    """Generalized advantage estimation (arXiv 1506.02438), from a row's last token to its first
     -> the advantage of each token, 0 where no action is.
 
     The surprise of an action is its reward and the value after it, minus the value before it. But
@@ -178,7 +179,7 @@ def update(model, optimizer, rows, loss_of):
             loss = loss_BL[mini["is_action"]].mean()  # each action counts alike
             loss.backward()
 
-            # a gradient that is longer than this is made as short, so that odd rows do no harm
+            # a gradient that is longer than GRAD_CLIP is made as short, so odd rows do less harm
             norm = nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             optimizer.step()
             optimizer.zero_grad()
@@ -230,7 +231,7 @@ def imitation_loss(actor, rows):
 
 
 def policy_loss(actor, rows):
-    """PPO's loss (1707.06347, equation 7) -> (B, L) that of each action, and whether it is clipped.
+    """PPO's loss (arXiv 1707.06347, eq. 7) -> (B, L) of each action, and whether it is clipped.
 
     The ratio is how much likelier an action is now than when it was drawn. Ratio times advantage
     should grow. But rows say little about an actor far from the one that wrote them: moving the
