@@ -81,6 +81,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
+    kinds += " paper"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -567,6 +568,18 @@ def test_command_runs(line, copy, ppo):
         check_ppo_on_gsm8k(copy)
     if re.match(r".* critic_fsdp.py .*gsm8k", line):
         check_critic_on_gsm8k(copy, out)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "paper"])
+def test_the_command_of_a_paper_trains_both_models(line, copy):
+    """The actor in the second step of two, for the first one is the critic's alone."""
+    fewer = "--steps 2 --critic-warmup 1 --supervised-steps 30 --eval-every 0"
+    succeeded(ended(started(f"{line} {fewer}", copy)))
+    metrics = metrics_of(copy / line.split()[-1])
+    assert (1, "actor/grad_norm") not in metrics
+    for name in ("actor", "critic"):
+        assert metrics[2, f"{name}/grad_norm"] > 0
 
 
 @pytest.mark.slow
