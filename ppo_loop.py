@@ -181,6 +181,8 @@ class ActorConfig:
     tis_cap: Rate | None = None
     # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
     ratio_band: tuple[Rate, Rate] | None = None
+    # drop tokens that the update would move on, where p_actor - p_engine is beyond this already
+    probability_band: Share | None = None
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
 
     # ---- optimizer
@@ -2412,12 +2414,17 @@ class PolicyWorker:
             rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
             weights_T = weights_T * rho_T.clamp(max=config.tis_cap)
 
-        # drop what the actor and the engine see too differently (SAO, 2607.07508)
+        # drop what the actor and the engine see too differently (SAO, 2607.07508), or what the
+        # update would move even further from the engine (DPPO, 2602.04879, eq. 12 with TV)
         outside_T = torch.zeros_like(mask_T)
+        now_T = log_probs_T.detach()
         if config.ratio_band:
-            ratio_T = (log_probs_T.detach() - micro.rollout_log_probs).exp()
+            ratio_T = (now_T - micro.rollout_log_probs).exp()
             outside_T = mask_T & (ratio_T != ratio_T.clamp(*config.ratio_band))
-            weights_T = weights_T * ~outside_T
+        if config.probability_band:
+            moved_T = (now_T.exp() - micro.rollout_log_probs.exp()) * micro.advantages.sign()
+            outside_T = outside_T | (mask_T & (moved_T > config.probability_band))
+        weights_T = weights_T * ~outside_T
 
         # PPO's objective
         loss, clipped, dual = policy_loss(

@@ -23,6 +23,11 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 RANDOM = "--critic.value-head-init normal"
+# no clip: ratios to the engine's log-probs, of which a mask leaves some out
+UNCLIPPED = (
+    "--old-log-probs engine --actor.clip-ratio-low 1 --actor.clip-ratio-high 1e30"
+    " --actor.clip-ratio-c None"
+)
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
@@ -61,6 +66,17 @@ PPO = {
     "bounded values": f"{RANDOM} --critic.value-head bounded --critic.value-range -0.1 1.1",
     "value places 0.3, 0.6 and 0.9": f"{RANDOM} --critic.value-places 0.3 0.6 0.9",
     "the critic only where it helps": f"{RANDOM} --critic-where-it-helps",
+    "at the mean return, not whitened": "--critic.value-head-init mean --whiten none",
+    "at the mean return, lambda 0 for the policy": "--critic.value-head-init mean --lam-policy 0",
+    "progress advantage of the first row's policy": "--baseline progress --learned {first}",
+    "SAO": (
+        f"{UNCLIPPED} --actor.ratio-band 0.7 6 --critic.freeze-modules self_attn"
+        " --critic.ppo-epochs 2 --first-token-credit 0.51 --critic-warmup 10"
+    ),
+    "BPCO": (
+        f"{UNCLIPPED} --actor.probability-band 0.2 --critic.value-head bounded"
+        " --critic.value-range 0 1 --whiten none --first-token-credit 0.08 --critic-warmup 15"
+    ),
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
@@ -119,8 +135,9 @@ def ablations(
     only: tuple[str, ...] = (),
 ):
     """Prints the table for as many seeds. A run keeps one core busy; `jobs` run at once. only:
-    names of recipes."""
+    names of recipes; that of progress advantage needs the first row."""
     recipes = DIGITS if task == "digits" else PPO
+    mean = next(iter(recipes))
     recipes = {name: recipes[name] for name in only or recipes}
     own = "--critic.seed {seed}"
     of = range(first_seed, first_seed + seeds)
@@ -135,7 +152,7 @@ def ablations(
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in of:
-            blanks = {"seed": seed, "task": out / f"task, {seed}"}
+            blanks = {"seed": seed, "task": out / f"task, {seed}", "first": out / f"{mean}, {seed}"}
             todo.append((out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
 
     with ThreadPoolExecutor(jobs) as threads:

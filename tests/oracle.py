@@ -3,10 +3,11 @@
 python tests/oracle.py --baseline b --whiten noise --out-dir out/oracle         addition
 
 At each step the true values of all places are computed from the policy's own chances to write the
-only right answer, which earns 1. More flags are those of ppo_loop.py.
+only right answer, which earns 1. With --baseline progress, advantages are those that another run's
+policy implies. More flags are those of ppo_loop.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -23,9 +24,11 @@ CRITIC = ["--critic.value-head-init", "zero", "--critic.lr", "1e-30"]
 @dataclass(frozen=True)
 class Oracle:
     """V: the true value of a state, with the lambda of --lam-policy. b: the baseline of a state
-    that leaves the least noise. Q-b: the true value of the action, and that baseline."""
+    that leaves the least noise. Q-b: the true value of the action, and that baseline. progress:
+    instead of them, log(pi / pi_ref) of a policy that has learned this task (2606.26080)."""
 
-    baseline: Literal["V", "b", "Q-b"] = "V"
+    baseline: Literal["V", "b", "Q-b", "progress"] = "V"
+    learned: str = ""  # for progress: --out-dir of the run on sums that has learned it
     exact: str = "{answer}"  # the text of the only right response, with the row's answer
 
 
@@ -34,6 +37,12 @@ def main(oracle, flags):
     learn = ppo_loop.update_critic
 
     def update_critic(loop, batch, replies):
+        if oracle.baseline == "progress":
+            metrics = learn(loop, batch, replies)
+            gain_T = progress(oracle.learned, loop, batch)
+            batch.advantages = ppo_loop.masked_whiten(gain_T, batch.response_mask)
+            return metrics
+
         values_T, b_T = true_values(oracle, loop, replies)
         loop.critic.compute_values = lambda rows: values_T
         metrics = learn(loop, batch, replies)
@@ -49,6 +58,17 @@ def main(oracle, flags):
 
     ppo_loop.update_critic = update_critic
     ppo_loop.main(ppo_loop.parse([*CRITIC, *flags]))
+
+
+def progress(folder, loop, batch):
+    """(T,) log-probs of the actions under a run's last policy, minus those under its first one."""
+    log_probs = []
+    for name in ("hf", "supervised"):
+        model = {"model": f"{folder}/{name}", "override_config": "{}"}
+        its = replace(loop.run, actor=replace(loop.run.actor, **model))
+        reader = ppo_loop.PolicyWorker(its, loop.task, loop.actor.device, trains=False)
+        log_probs.append(reader.compute_log_probs(batch))
+    return log_probs[0] - log_probs[1]
 
 
 def true_values(oracle, loop, replies):

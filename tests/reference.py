@@ -367,7 +367,10 @@ def loss_by_hand(lm, batch, run):
             if config.tis_cap:
                 pg = pg * min(config.tis_cap, math.exp(old - batch.rollout_log_probs[t]))
             low, high = config.ratio_band or (0.0, math.inf)
-            outside = not low <= math.exp(log_p - batch.rollout_log_probs[t]) <= high
+            now, then = math.exp(log_p.item()), math.exp(batch.rollout_log_probs[t])
+            outside = not low <= now / then <= high
+            if config.probability_band and abs(now - then) > config.probability_band:
+                outside = outside or (now > then and a > 0) or (now < then and a < 0)
             pg = pg * (not outside)
             kl = kl_of(config.kl_loss_type, log_p - batch.ref_log_probs[t])
             entropy = -(before_V.exp() * before_V).sum()

@@ -382,3 +382,37 @@ def test_a_file_has_the_chances_of_its_tokens_or_a_critic_of_least_noise_refuses
         else:
             with refused("some rows of --rollouts have no log_probs"):
                 critic_fsdp.load_rows(run, critic)
+
+
+def test_progress_advantage_is_the_log_ratio_of_two_policies(tmp_path, monkeypatch):
+    """Whitened, and whatever the answers earn."""
+    flags = [*task_flags(tmp_path), "--actor.model", f"{tmp_path}/policy", "--eval-every", "0"]
+    flags += ["--out-dir", f"{tmp_path}/out", "--rollout-n", "8"]
+    for name, scale in (("hf", 0.2), ("supervised", 0.1)):
+        other = policy(override_config=json.dumps({"initializer_range": scale}))
+        other.export_hf(tmp_path / "learned" / name, TOKENIZER)
+
+    found = []
+
+    def update_actor(loop, step, batch, n):
+        found.append(batch)
+        raise Seen
+
+    monkeypatch.setattr(ppo_loop, "update_actor", update_actor)
+    monkeypatch.setattr(ppo_loop, "update_critic", ppo_loop.update_critic)  # restored at the end
+    with pytest.raises(Seen):
+        oracle.main(oracle.Oracle("progress", learned=f"{tmp_path}/learned"), flags)
+
+    [batch] = found
+    gains = []
+    for row in batch.split(1):
+        for name, sign in (("hf", 1), ("supervised", -1)):
+            lm = AutoModelForCausalLM.from_pretrained(tmp_path / "learned" / name)
+            ids_T = row.input_ids
+            log_p_LV = lm(ids_T[None]).logits[0].double().log_softmax(-1)[:-1]
+            of_T = sign * log_p_LV.gather(1, ids_T[1:, None])[:, 0][row.response_mask[1:]]
+            gains.append(of_T.detach())
+    gain_A = torch.cat([new + old for new, old in zip(gains[::2], gains[1::2])])
+    expected = (gain_A - gain_A.mean()) / gain_A.std()
+    ours = batch.advantages[batch.response_mask].double()
+    torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)

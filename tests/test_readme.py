@@ -81,7 +81,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
-    kinds += " nano"
+    kinds += " nano paper"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -591,6 +591,18 @@ def test_the_whole_idea_in_one_file_learns_as_the_page_shows():
     first, last = map(float, claim)
     assert rewards[0] == pytest.approx(first, abs=0.1) and last > first + 0.2
     assert rewards[-1] == pytest.approx(last, abs=0.1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "paper"])
+def test_the_command_of_a_paper_trains_both_models(line, copy):
+    """The actor in the second step of two, for the first one is the critic's alone."""
+    fewer = "--steps 2 --critic-warmup 1 --supervised-steps 30 --eval-every 0"
+    succeeded(ended(started(f"{line} {fewer}", copy)))
+    metrics = metrics_of(copy / line.split()[-1])
+    assert (1, "actor/grad_norm") not in metrics
+    for name in ("actor", "critic"):
+        assert metrics[2, f"{name}/grad_norm"] > 0
 
 
 @pytest.mark.slow
