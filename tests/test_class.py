@@ -6,9 +6,9 @@ import sys
 
 import browser
 import pytest
+from browser import needs_browser, set_form
 from helpers import ROOT, run, succeeded
 from reference import gae_by_hand
-from test_report import needs_browser, set_form
 
 import common
 
