@@ -1,8 +1,10 @@
-"""The page on which a class moves lambda and gamma, in a browser, and what it says of its rows."""
+"""The page of the class, and the one on which it moves lambda and gamma, in a browser."""
 
 import json
 import re
+import shlex
 import sys
+from statistics import fmean
 
 import browser
 import pytest
@@ -12,9 +14,20 @@ from reference import gae_by_hand
 
 import common
 
+CLASS = (ROOT / ".github" / "class.md").read_text()
+SAID = " ".join(CLASS.split())  # on one line
 PAGE = ROOT / ".github" / "assets" / "gae.html"
 ROWS = json.loads(re.search(r'id="rows">(.*?)</script>', PAGE.read_text(), flags=re.S)[1])
 LINES = ["advantage", "reward", "value", "TD error", "return"]  # of each table
+
+
+def numbers_of(row):
+    """The two numbers that a row adds."""
+    return map(int, row["prompt"].rstrip("=").split("+"))
+
+
+def carries(row):
+    return sum(x % 10 for x in numbers_of(row)) >= 10
 
 
 def expected(row, values, gamma, lam):
@@ -118,31 +131,96 @@ def test_the_rows_are_held_out_ones_with_their_true_values():
     for row in ROWS:
         given = {key: row[key] for key in ("prompt", "response", "reward")}
         assert given in held_out
-        a, b = map(int, row["prompt"].rstrip("=").split("+"))
-        carries = a % 10 + b % 10 >= 10
-        true = common.toy_truth(row["response"], str(a + b), str(a), 0.7 if carries else 0.2)
+        a, b = numbers_of(row)
+        slip = 0.7 if carries(row) else 0.2
+        true = common.toy_truth(row["response"], str(a + b), str(a), slip)
         assert row["truth"] == pytest.approx(true)
-        kinds.add((carries, row["reward"]))
+        kinds.add((carries(row), row["reward"]))
     assert {(True, 1), (True, 0), (False, 1)} <= kinds
     assert PAGE.read_text().count("http") == 0
 
 
-@pytest.mark.slow  # a minute
-def test_the_values_are_those_of_the_commands_on_the_page(tmp_path):
-    """On another machine, training ends a little elsewhere."""
-    for file in ("common.py", "critic_fsdp.py", "tests/rows_held_out.jsonl"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text((ROOT / file).read_text())
-    commands = re.findall(r"^(?:<pre[^>]*>)?python (.*?)(?:</pre>)?$", PAGE.read_text(), flags=re.M)
-    for command in commands:
-        succeeded(run(sys.executable, *command.split(), cwd=tmp_path))
+@pytest.mark.parametrize(
+    ("answer", "token", "gamma", "lam", "words"),
+    [
+        (0, 0, 1, 1, "The first digit: {} and"),
+        (1, 0, 1, 1, "The first digit: 0.656 and {}."),
+        (0, 0, 1, 0, "With lambda 0 these are {} and"),
+        (1, 0, 1, 0, "With lambda 0 these are 0.659 and {}:"),
+        (2, 1, 1, 1, "it gets {} too much praise"),
+        (2, 0, 1, 0, "`5` is blamed as well, by {},"),
+    ],
+)
+def test_the_class_is_told_right_advantages(answer, token, gamma, lam, words):
+    row = ROWS[answer]
+    advantage = expected(row, row["critic"], gamma, lam)["advantage"][token]
+    assert words.format(f"{advantage:.3f}") in SAID
 
-    scored = common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl")
+
+def held_out(log):
+    """{name: number} of each evaluation in a log: before training, then every 20 steps."""
+    names = ("explained var", "last value", "knows", "of what can be known \\(", "flatness")
+    parts = log.split("held out   ")[1:]
+    return [
+        {name: float(re.search(rf"{name} ?(-?[\d.]+)", part)[1]) for name in names}
+        for part in parts
+    ]
+
+
+def told_right(words, numbers):
+    """Asserts that the page has these words, with these numbers at {}, or nearly: on another
+    machine, training ends a little elsewhere."""
+    pattern = re.escape(words).replace(r"\{\}", r"(-?\d\.\d+)")
+    shown = re.search(pattern, SAID).groups()
+    assert list(map(float, shown)) == pytest.approx(numbers, abs=0.05), words
+
+
+@pytest.mark.slow  # three minutes
+def test_the_commands_of_the_class_say_what_its_page_says(tmp_path):
+    """PPO has fewer steps here."""
+    blocks = re.findall(r"^```bash \w+\n(.*?)^```", CLASS, flags=re.M | re.S)
+    lines = [block.replace("\\\n", "").replace(".venv/bin/", "") for block in blocks]
+    ready, ppo, critic, lam_0 = (line.split(" && ")[-1] for line in lines)
+    score = re.search(r"^python .* --score [^<]*", PAGE.read_text(), flags=re.M)[0]
+
+    def do(line):
+        _, script, *flags = shlex.split(line)
+        return succeeded(run(sys.executable, ROOT / script, *flags, cwd=tmp_path))
+
+    assert do(ready).splitlines()[-1].startswith("saved ")
+    table = do(ppo.replace("--steps 160", "--steps 8")).splitlines()[-2:]
+    for line, recipe in zip(table, re.findall('"([^"]+)"', ppo), strict=True):
+        assert line.startswith(f"| {recipe} |")
+    assert (tmp_path / "out" / "class" / "ablations.png").is_file()
+
+    one = held_out(do(critic))
+    zero = held_out(do(lam_0))
+    told_right("themselves explain {}", [one[-1]["of what can be known \\("]])
+    told_right("The critic explains {},", [one[-1]["explained var"]])
+    told_right("it knows {} of", [one[-1]["knows"]])
+    for name, words in (
+        ("last value", "(AUC {} with lambda 0, {} with 1)"),
+        ("explained var", "explain {} instead of {} and are flatter"),
+        ("flatness", "(flatness {} instead of {})"),
+    ):
+        told_right(words, [zero[1][name], one[1][name]])
+    told_right("caught up: {} and {}.", [x[-1]["explained var"] for x in (zero, one)])
+
+    do(score)
+    check_values(common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl"))
+
+
+def check_values(scored):
+    """The values on the page of lambda are those of its commands, and their means those that the
+    class is told."""
+    values = {(row["prompt"], row["response"]): row["values"] for row in scored}
     for row in ROWS:
-        values = next(
-            x["values"]
-            for x in scored
-            if (x["prompt"], x["response"]) == (row["prompt"], row["response"])
-        )
-        assert row["critic"] == pytest.approx(values, abs=0.1)
-    assert len(commands) == 2
+        assert row["critic"] == pytest.approx(values[row["prompt"], row["response"]], abs=0.1)
+
+    mean = lambda place, wanted: fmean(row["values"][place] for row in scored if wanted(row))
+    easy = lambda row: not carries(row)
+    right = lambda row: row["reward"] == 1
+    wrong = lambda row: row["reward"] == 0
+    told_right("says {} with a carry and {} without one", [mean(0, carries), mean(0, easy)])
+    told_right("{} before the second digit of right", [mean(1, right)])
+    told_right("right answers, and {} of wrong ones", [mean(1, wrong)])
