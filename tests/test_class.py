@@ -157,16 +157,6 @@ def test_the_class_is_told_right_advantages(answer, token, gamma, lam, words):
     assert words.format(f"{advantage:.3f}") in SAID
 
 
-def held_out(log):
-    """{name: number} of each evaluation in a log: before training, then every 20 steps."""
-    names = ("explained var", "last value", "knows", "of what can be known \\(", "flatness")
-    parts = log.split("held out   ")[1:]
-    return [
-        {name: float(re.search(rf"{name} ?(-?[\d.]+)", part)[1]) for name in names}
-        for part in parts
-    ]
-
-
 def told_right(words, numbers):
     """Asserts that the page has these words, with these numbers at {}, or nearly: on another
     machine, training ends a little elsewhere."""
@@ -193,21 +183,29 @@ def test_the_commands_of_the_class_say_what_its_page_says(tmp_path):
         assert line.startswith(f"| {recipe} |")
     assert (tmp_path / "out" / "class" / "ablations.png").is_file()
 
-    one = held_out(do(critic))
-    zero = held_out(do(lam_0))
-    told_right("themselves explain {}", [one[-1]["of what can be known \\("]])
-    told_right("The critic explains {},", [one[-1]["explained var"]])
-    told_right("it knows {} of", [one[-1]["knows"]])
-    for name, words in (
-        ("last value", "(AUC {} with lambda 0, {} with 1)"),
-        ("explained var", "explain {} instead of {} and are flatter"),
-        ("flatness", "(flatness {} instead of {})"),
-    ):
-        told_right(words, [zero[1][name], one[1][name]])
-    told_right("caught up: {} and {}.", [x[-1]["explained var"] for x in (zero, one)])
-
-    do(score)
+    for line in (critic, lam_0, score.replace("tests/", f"{ROOT}/tests/")):
+        do(line)
+    check_learning(*(evaluations(tmp_path / "out" / x) for x in ("critic_fsdp", "lam_0")))
     check_values(common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl"))
+
+
+def evaluations(folder):
+    """Metrics of held-out rows before training, and then every 20 steps."""
+    return [row for row in common.read_lines(folder / "metrics.jsonl") if "eval/auc" in row]
+
+
+def check_learning(one, zero):
+    """What the class is told of lambda 1 and 0, after 20 steps and at the end."""
+    told_right("themselves explain {}", [one[-1]["eval/knowable"]])
+    told_right("The critic explains {},", [one[-1]["eval/explained_var"]])
+    told_right("it knows {} of", [one[-1]["eval/truth_explained_var"]])
+    for name, at, words in (
+        ("auc", 1, "(AUC {} with lambda 0, {} with 1)"),
+        ("explained_var", 1, "explain {} instead of {} and are flatter"),
+        ("flatness", 1, "(flatness {} instead of {})"),
+        ("explained_var", -1, "caught up: {} and {}."),
+    ):
+        told_right(words, [zero[at][f"eval/{name}"], one[at][f"eval/{name}"]])
 
 
 def check_values(scored):
