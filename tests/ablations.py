@@ -141,14 +141,17 @@ def ablations(
     recipes = {name: recipes[name] for name in only or recipes}
     own = "--critic.seed {seed}"
     of = range(first_seed, first_seed + seeds)
+    pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     first = []  # for each seed, the metrics of the answers that its critic is pretrained on
     if task == "digits":
         own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
-        answers = max(8, steps // 8 * 8)
-        first = [digits.prepare(out / f"task, {seed}", seed, answers) for seed in of]
+        for seed in of:
+            digits.prepare(out / f"task, {seed}", seed)
+        if any(pretrained.values()):
+            answers = max(8, steps // 8 * 8)
+            first = [digits.pretrain(out / f"task, {seed}", seed, answers) for seed in of]
 
     todo = []
-    pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
     for name, flags in recipes.items():
         words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
         for seed in of:

@@ -22,6 +22,7 @@ import pytest
 CHROMIUM = (
     shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 )
+needs_browser = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 
 
 @contextlib.contextmanager
@@ -75,6 +76,14 @@ def evaluate(call, expression):
     out = call("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
     assert "exceptionDetails" not in out, out["exceptionDetails"]
     return out["result"].get("value")
+
+
+def set_form(call, width, scheme):
+    """Shows the page as on a screen of this width. The narrow one is a phone, without a mouse."""
+    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+    call("Emulation.setDeviceMetricsOverride", **size)
+    call("Emulation.setTouchEmulationEnabled", enabled=width < 500)
+    call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
 
 def middle(call, selector):

@@ -74,15 +74,20 @@ FLAGS = f"""--prompts {{task}}/prompts.jsonl --eval-prompts {{task}}/held_out.js
     --actor.model {{task}}/actor --max-response-length {LENGTH + 6} """
 
 
-def prepare(folder, seed, answers):
-    """Makes prompts, an actor, and a critic trained on its answers -> metrics of these answers."""
-    if not (folder / "critic" / "report.html").exists():
+def prepare(folder, seed):
+    """Makes prompts and an actor."""
+    if not (folder / "actor" / "tokenizer_config.json").exists():
         folder.mkdir(parents=True, exist_ok=True)
         for name, n in (("prompts", 8192), ("held_out", 256)):
             (folder / f"{name}.jsonl").write_text(
                 "\n".join(rows(n, seed, name, common.char_tokenizer()))
             )
         learn(folder / "actor", seed)
+
+
+def pretrain(folder, seed, answers):
+    """Trains a critic on the actor's answers -> metrics of these answers."""
+    if not (folder / "critic" / "report.html").exists():
         ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts"
         ask += f" --seed {1000 + seed}"
         fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor"

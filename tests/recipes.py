@@ -79,7 +79,8 @@ def addition(data):
 
 def lots(data):
     """1,024 answers of the actor of digits.py."""
-    digits.prepare(data, 101, 1024)
+    digits.prepare(data, 101)
+    digits.pretrain(data, 101, 1024)
     truth = digits.FLAGS.replace("--actor.model {task}/actor", "")
     truth = truth.format(task=data) + " --most 32 --answers 2 --continuations 16"
     train = data / "dump" / "rollouts" / "step_1.jsonl"

@@ -81,7 +81,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
-    kinds += " nano paper"
+    kinds += " nano paper class"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():

@@ -17,6 +17,7 @@ import pytest
 import tokenizers
 import torch
 import transformers
+from browser import needs_browser, set_form
 from helpers import ROOT, actions_of, peak_bytes, random_batch, rows_of, succeeded, torchrun
 from matplotlib.figure import Figure
 from tokenizers import decoders, models, pre_tokenizers, trainers
@@ -158,9 +159,6 @@ def sections_of(rows):
     return order[:8], order[middle : middle + 4]
 
 
-needs_browser = pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
-
-
 MEAN_WORDS = (  # tokens that a page must not run, nor change
     "<script>document.title = 'run'</script>",
     '<img src=x onerror="document.title = 1">',
@@ -226,14 +224,6 @@ def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
 
 
 FORMS = [(width, scheme) for width in (390, 1280, 1920) for scheme in ("light", "dark")]
-
-
-def set_form(call, width, scheme):
-    """Shows the page as on a screen of this width. The narrow one is a phone, without a mouse."""
-    size = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
-    call("Emulation.setDeviceMetricsOverride", **size)
-    call("Emulation.setTouchEmulationEnabled", enabled=width < 500)
-    call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}])
 
 
 def log_of(folder, curves, steps=9):
