@@ -171,8 +171,8 @@ def test_what_the_first_screen_says_is_in_results():
     row = r"^\| {} \| [^|]* \| (\S+) \+- (\S+) \|"
     section = PAGES["RESULTS.md"].partition("\n## Is there a task on which a critic helps?")[2]
     for recipe, words in (
-        ("critic from scratch, lambda 1", "with a new critic"),
-        ("no critic: minus the batch's mean", "without one"),
+        ("head at the mean return, 8 seeds", "with a new critic"),
+        ("no critic, 8 seeds", "without one"),
     ):
         mean, error = map(float, re.search(row.format(recipe), section, flags=re.M).groups())
         assert f"{mean:.2f} +- {error:.2f} {words}" in README.replace("\n  ", " ")
