@@ -105,7 +105,7 @@ class ValueModel(nn.Module):
             said after it       s0  s1  s2  s3  s4  s5  s6  s7  s8
             value before it     0   s0  s1  s2  s3  s4  s5  s6  s7
 
-        The model reads from left to right, so that the PAD behind a row changes nothing in it."""
+        The model reads from left to right, so that the PAD after a row changes nothing in it."""
         hidden_BLD = self.model(ids_BL, use_cache=False).last_hidden_state
         said_BL = self.score(hidden_BLD).squeeze(-1)
         return F.pad(said_BL[:, :-1], (1, 0))
@@ -179,7 +179,7 @@ def update(model, optimizer, rows, loss_of):
             loss = loss_BL[mini["is_action"]].mean()  # each action counts alike
             loss.backward()
 
-            # a gradient that is longer than GRAD_CLIP is made as short, so odd rows do less harm
+            # a gradient longer than GRAD_CLIP is shortened to it, so odd rows do less harm
             norm = nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
             optimizer.step()
             optimizer.zero_grad()

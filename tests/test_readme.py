@@ -151,7 +151,7 @@ def test_the_example_rows_are_the_toys():
         lines = (ROOT / "tests" / f"{name}.jsonl").read_text().splitlines()
         assert lines == common.toy_rows(n, 0, held_out)
     words = README.replace("\n", " ")
-    assert "1,024 answers to 256 sums and is judged by 256 answers to other sums" in words
+    assert "1,024 answers to 256 sums. It is judged by 256 answers to other sums" in words
 
 
 def test_what_the_readme_says_of_recipes_is_in_results():
@@ -167,35 +167,38 @@ def test_what_the_readme_says_of_recipes_is_in_results():
 
 
 def test_what_the_first_screen_says_is_in_results():
-    """Mean rewards on the task with luck, with a new critic and without one; choices of answers."""
-    row = r"^\| {} \| [^|]* \| (\S+) \+- (\S+) \|"
-    section = PAGES["RESULTS.md"].partition("\n## Is there a task on which a critic helps?")[2]
-    for recipe, words in (
-        ("head at the mean return, 8 seeds", "with a new critic"),
-        ("no critic, 8 seeds", "without one"),
-    ):
-        mean, error = map(float, re.search(row.format(recipe), section, flags=re.M).groups())
-        assert f"{mean:.2f} +- {error:.2f} {words}" in README.replace("\n  ", " ")
+    """Right digits on the task with luck, with a new critic and without one; choices of answers."""
+    words = README.replace("\n  ", " ")
+    sections = {x.partition("\n")[0]: x for x in PAGES["RESULTS.md"].split("\n## ")}
+    cell = lambda row, text: re.search(rf"^\| {row} \| (\S+)", text, flags=re.M)[1]
+
+    # a reward is a quarter of a point for each of 20 digits, minus 2.5
+    task = sections["Is there a task on which a critic helps?"]
+    ends = [cell(f"{name}, 8 seeds", task) for name in ("head at the mean return", "no critic")]
+    first, second = (f"{(float(x) + 2.5) / 5:.0%}".replace("%", " %") for x in ends)
+    assert (
+        f"{first} of the digits are right at the end with a new critic, {second} without" in words
+    )
+
+    # answers are chosen among four
+    choices = sections["Decoding with values"]
+    rows = ("greedy", "critic's best of 4", "one sample")
+    bad, best, sample = (f"{float(cell(row, choices)):.2f}" for row in rows)
+    assert f"greedy answers are bad ({bad} right), its choice of four is right {best} of" in words
+    assert f"a random answer {sample}." in words
+    real = sections["A real model"].replace("\n", " ")
+    best = re.search(r"\| 3 \| [^|]* \| [^|]* \| (\S+) \+-", real)[1]
+    greedy = re.search(r"The model's one greedy answer is right (\S+),", real)[1]
+    best, greedy = (f"{float(x):.2f}" for x in (best, greedy))
+    assert f"choice is right {best} of the time, one greedy answer {greedy}." in words
 
     # the mean of least noise, and what a perfect critic leaves of the noise on two tasks
-    section = PAGES["RESULTS.md"].partition("\n## The noise of the actor's gradient")[2]
+    section = sections["The noise of the actor's gradient"]
     row = r"^\| no critic: `--whiten noise` .* (\S+ \+- \S+) \|$"
     tiny, pretrained, *_ = re.findall(row, section, flags=re.M)
-    words = f"is free and earns {tiny} more, on a pretrained model {pretrained}"
-    assert words in README.replace("\n  ", " ")
+    assert f"is free and earns {tiny} more, on a pretrained model {pretrained}" in words
     noise = re.search(r"^\| minus true V\(s\) \| (\S+) \S+ \S+ \| (\S+)", section, flags=re.M)
     assert all(float(x) > 1 for x in noise.groups())
-
-    # which of four answers of a pretrained model is chosen, by the critic with three seeds
-    section = PAGES["RESULTS.md"].partition("\n## A real model")[2].replace("\n", " ")
-    best = re.search(r"\| 3 \| [^|]* \| [^|]* \| (\S+) \+-", section)[1]
-    chance = r"A random answer is right (\S+) of the time, the majority (\S+) \("
-    greedy = re.search(r"The model's one greedy answer is right (\S+),", section)[1]
-    numbers = (best, *reversed(re.search(chance, section).groups()), greedy)
-    words = "its choice is right {} of the time, the majority's {}, a random one {};"
-    words += " one greedy answer {}."
-    rounded = [f"{float(x):.2f}" for x in numbers]
-    assert words.format(*rounded) in README.replace("\n  ", " ")
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
@@ -475,8 +478,8 @@ def check_start(out):
     numbers = [re.findall(line, text, flags=re.M)[-1] for text in (README, out)]
     shown, found = (list(map(float, some)) for some in numbers)
     assert shown == pytest.approx(found, abs=0.05)
-    words = f"explain {shown[1]}, and the critic knows {100 * shown[0]:.0f} % of what can be known"
-    assert words in README.replace("\n", " ")
+    words = f"explain {shown[1]} of it. Of the variance of the true values themselves, the critic"
+    assert f"{words} explains {100 * shown[0]:.0f} %" in README.replace("\n", " ")
 
 
 def check_pictures(copy):
@@ -508,7 +511,7 @@ def check_longest(out):
     """Before PPO the accuracy is that of the README, and after 20 steps not above its end."""
     first, then = held_out(out, "accuracy")
     assert first < 0.45 and then > first + 0.2, (first, then)
-    claim = re.search(r"held-out sums from (\S+) to (\d\.\d+)", README).groups()
+    claim = re.search(r"held-out sums are right from (\S+) to (\d\.\d+)", README).groups()
     before, after = map(float, claim)
     assert before == pytest.approx(first, abs=0.1) and after >= then
 
