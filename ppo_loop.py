@@ -181,7 +181,7 @@ class ActorConfig:
     tis_cap: Rate | None = None
     # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
     ratio_band: tuple[Rate, Rate] | None = None
-    # drop tokens that the update would move on, where p_actor - p_engine is beyond this already
+    # drop tokens that the update would move further, if |p_actor - p_engine| is above this already
     probability_band: Share | None = None
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
 
