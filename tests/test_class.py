@@ -197,8 +197,8 @@ def evaluations(folder):
 def check_learning(one, zero):
     """What the class is told of lambda 1 and 0, after 20 steps and at the end."""
     told_right("themselves explain {}", [one[-1]["eval/knowable"]])
-    told_right("The critic explains {},", [one[-1]["eval/explained_var"]])
-    told_right("it knows {} of", [one[-1]["eval/truth_explained_var"]])
+    told_right("This one explains {},", [one[-1]["eval/explained_var"]])
+    told_right("themselves it explains {}.", [one[-1]["eval/truth_explained_var"]])
     for name, at, words in (
         ("auc", 1, "(AUC {} with lambda 0, {} with 1)"),
         ("explained_var", 1, "explain {} instead of {} and are flatter"),
