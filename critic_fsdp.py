@@ -311,22 +311,24 @@ class ValueModel(nn.Module):
             return self.score(hidden_BLD.float()).squeeze(-1)
 
 
-def build_skeleton(config, model_config):
-    """A ValueModel on the meta device: everything but the weights. UserError: cannot be built."""
+def build_skeleton(config, model_config, kind=AutoModel, wrap=ValueModel):
+    """A ValueModel on the meta device: everything but the weights. UserError: cannot be built.
+
+    kind, wrap: the actor of ppo_loop.py is another class of transformers, in another module."""
     model_config = deepcopy(model_config)  # another model of this config may want other attention
     name = f"{config.prefix}model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
-        backbone = AutoModel.from_config(
+        backbone = kind.from_config(
             model_config,
             dtype=torch.float32,
             attn_implementation=attention_of(config, model_config),
         )
-        if backbone.get_output_embeddings() is not None:
+        if kind is AutoModel and backbone.get_output_embeddings() is not None:
             raise UserError("transformers has no such model without its head; give its text part")
-        model = ValueModel(backbone)
+        model = wrap(backbone)
         if config.use_remove_padding:
             common.pack_recurrent(backbone.get_decoder(), gather_slices, add_slices)
-        common.add_lora(backbone, config, config.seed)
+        common.add_lora(backbone.base_model, config, config.seed)
         if not reads_images(config, model_config):
             common.freeze_towers(backbone)
         freeze(model, config)
@@ -438,6 +440,7 @@ def build_value_model(skeleton, config, model_config, layout):
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
+    model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
     return model, origin
 
 
@@ -453,7 +456,7 @@ def shard_fsdp2(model, config, layout):
     offload = fsdp.OffloadPolicy()
     if config.offload_policy:
         offload = fsdp.CPUOffloadPolicy(pin_memory=layout.device.type == "cuda")
-    for module in (*units_of(model), model.score, model):
+    for module in filter(None, (*units_of(model), model.score, model)):
         dtype = torch.float32 if module is model.score else layout.dtype
         policy = fsdp.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
         fsdp.fully_shard(module, mesh=layout.fsdp_mesh, mp_policy=policy, offload_policy=offload)
@@ -485,6 +488,7 @@ class MicroBatch(NamedTuple):
     values: torch.Tensor | None
     returns: torch.Tensor | None
     weights: torch.Tensor | None  # see common.loss_weights
+    rows: Batch  # the same rows on the host, with every column
 
 
 def shift(x_T):
@@ -597,36 +601,20 @@ class DataParallelPPOCritic:
     """Values and updates of a value model.
 
     compute_values and update_critic take the rows that this rank has, and the Rows of all ranks;
-    each rank fetches the rows that it computes."""
+    each rank fetches the rows that it computes. A fork overrides build, forward, values, weights_of
+    or loss; the actor of ppo_loop.py is one, whose values are log-probs."""
 
+    kind = "critic"  # its metrics begin with it
+    says = "values"  # what it computes, in messages
+    main_loss = "vf_loss"  # the one of the sums of `loss` that the weights are for
     between = staticmethod(lambda: None)  # called between forwards of compute_values; it may raise
 
     def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
-        self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
-
-        # what a forward costs, and an update in forwards: itself, input and weight gradients
-        skeleton = build_skeleton(config, model_config)
-        count, trained = count_parameters(skeleton)
-        self.flops = common.flops_model(skeleton, model_config)  # of a row of this many tokens
-        self.passes = 2 + trained / count
-
-        # the model
-        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, total_steps)
-        self.model, origin = build_value_model(skeleton, config, model_config, layout)
-        self.model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-        self.image_processor = load_image_processor(config, model_config)  # None: reads text only
-        if self.image_processor:
-            self.model.model.get_input_embeddings().register_forward_hook(needs_grad)
-        percent = f"{trained / count:.2%}"
-        self.story = f"{count:,} parameters, {trained:,} of them ({percent}) train: {origin}"
-
-        # the optimizer
-        self.optimizer = build_optimizer(self.model, config, self.peak_lr)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self.build(model_config)
         self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
         self.max_tokens_forward = 0  # the same without a backward
         self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
@@ -636,9 +624,36 @@ class DataParallelPPOCritic:
         # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
         # in `loss` shows here
         micro = self.micro_batch(Batch.blank())
-        shape = (len(micro.response_mask), model_config.num_labels)
+        shape = (len(micro.response_mask), self.outputs)
         _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
         self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
+
+    def build(self, model_config):
+        """Builds the model, spread over the ranks, and its optimizer."""
+        config = self.config
+        layout = self.layout
+        self.value_range = model_config.value_range  # None: the head's outputs are the values
+        self.outputs = model_config.num_labels  # numbers that the head gives for a token
+
+        # what a forward costs, and an update in forwards: itself, input and weight gradients
+        skeleton = build_skeleton(config, model_config)
+        count, trained = count_parameters(skeleton)
+        self.flops = common.flops_model(skeleton, model_config)  # of a row of this many tokens
+        self.passes = 2 + trained / count
+
+        # the model
+        steps = self.total_steps
+        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, steps)
+        self.model, origin = build_value_model(skeleton, config, model_config, layout)
+        self.image_processor = load_image_processor(config, model_config)  # None: reads text only
+        if self.image_processor:
+            self.model.model.get_input_embeddings().register_forward_hook(needs_grad)
+        percent = f"{trained / count:.2%}"
+        self.story = f"{count:,} parameters, {trained:,} of them ({percent}) train: {origin}"
+
+        # the optimizer
+        self.optimizer = build_optimizer(self.model, config, self.peak_lr)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
     def plan_micro_batches(self, rows, max_tokens):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
@@ -672,6 +687,7 @@ class DataParallelPPOCritic:
             values=to_device(piece.values),
             returns=to_device(piece.returns),
             weights=to_device(piece.weights),
+            rows=piece,
         )
 
     def lay_out(self, piece):
@@ -700,7 +716,7 @@ class DataParallelPPOCritic:
 
     def forward(self, micro):
         """(T,) float32: the head's output for each action; (T, N) logits with hl_gauss."""
-        group = self.layout.sp_group
+        group = self.layout.sp_group if micro.pack else None  # check_model runs rows alone
         common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
         common.CurrentPack.check(micro.pack)
@@ -728,7 +744,7 @@ class DataParallelPPOCritic:
         values = []
 
         # one forward after the other
-        for piece in common.progress(pieces, "values", "micro-batches"):
+        for piece in common.progress(pieces, self.says, "micro-batches"):
             self.between()
             micro = self.micro_batch(piece)
             values.append(self.values(self.forward(micro), micro.response_mask))
@@ -769,8 +785,9 @@ class DataParallelPPOCritic:
         config = self.config
         steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
         if batch.values is None and steps > 1:
-            words = f"an update of {steps} optimizer steps needs the values from before it"
-            raise UserError(f"values: is missing; {words}: call compute_values first")
+            says = self.says
+            words = f"an update of {steps} optimizer steps needs the {says} from before it"
+            raise UserError(f"{says}: is missing; {words}: compute them first")
 
         self.steps_before = self.optimizer_steps
         common.train_quietly(self.model)
@@ -817,20 +834,26 @@ class DataParallelPPOCritic:
         self.updates += 1
         self.steps_before = None
         lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("critic", "vf_loss", totals, norms, lr)
+        return common.update_metrics(self.kind, self.main_loss, totals, norms, lr)
 
     def mini_batch(self, batch, mini):
         """This rank's rows of a mini-batch, with the weights of their losses, and the table of
         micro-batches."""
-        c = self.config
         table = self.plan_micro_batches(mini, self.max_tokens)
         local = self.fetch(batch, table)
-        local.weights = common.loss_weights(
+        local.weights = self.weights_of(local, mini)
+        return local, table
+
+    def weights_of(self, local, mini):
+        """(T,) what the loss of each token counts for. local: this rank's rows of a mini-batch.
+        mini: the Rows of all ranks in it."""
+        c = self.config
+        weights_T = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
         )
         if c.value_weights == "noise":
-            local.weights = (local.weights * common.noise_weights(local)).float()
-        return local, table
+            weights_T = (weights_T * common.noise_weights(local)).float()
+        return weights_T
 
     @record_function("micro-batch")
     def forward_backward(self, micro, last=True):
@@ -846,7 +869,7 @@ class DataParallelPPOCritic:
             keep_whole(self.model, self.config, last)
         with activations_on_host(self.config):
             outputs = self.forward(micro)
-            if micro.values is None:
+            if micro.values is None:  # this is the only step: nothing has moved the weights before
                 micro = micro._replace(values=self.values(outputs.detach(), micro.response_mask))
             loss, sums = self.loss(outputs, micro)
             (loss * self.layout.dp_size).backward()
@@ -931,9 +954,7 @@ class CriticWorker:
         check_model_flags(config, self.model_config)
 
         self.device = common.setup_distributed(config.timeout_minutes)
-        if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
-            flag = f"{config.prefix}ppo-max-token-len-per-gpu auto"
-            raise UserError(f"{flag}: on a CPU, give the memory per rank: auto:GIB")
+        check_auto(config, self.device)
         self.layout = make_layout(config, self.device)
 
         self.critic = None  # see init_model
@@ -1019,15 +1040,18 @@ class CriticWorker:
 
     def check_ready(self, saves=False):
         """RuntimeError unless the model is built, on its device, and not left by a failed update.
-
-        saves: a failed update may come before, if it has made no optimizer step."""
+        saves: see check_whole."""
         critic = self.critic
         if critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+        self.check_whole(saves)
 
+    def check_whole(self, saves=False):
+        """RuntimeError if an update has failed halfway. saves: unless it has made no step."""
         # gradients remain, some of them where zero_grad does not reach
+        critic = self.critic
         failed = critic.steps_before is not None
         if failed and not (saves and critic.steps_before == critic.optimizer_steps):
             words = "build a new worker and load a checkpoint"
@@ -1124,7 +1148,7 @@ class CriticWorker:
         common.onload(self.away)
         if self.offloaded:
             self.critic.free_gathered()
-            self.critic.optimizer.zero_grad()
+            self.critic.model.zero_grad()
             if self.config.strategy == "fsdp1":
                 free_gradients_of_fsdp1(self.critic.model)
             moments = common.optimizer_moments(self.critic.optimizer)
@@ -1155,8 +1179,9 @@ class CriticWorker:
         """A function write(tmp, group) that saves the current state.
 
         copy: a snapshot, so training can go on before it is called."""
+        self.check_ready(saves=True)
         critic = self.critic
-        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer)
+        tensors, _, _ = checkpoint_tensors(critic.model, critic.optimizer, self.own_weights)
         if copy:
             tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
         state = {
@@ -1178,7 +1203,9 @@ class CriticWorker:
         self.check_ready()
         critic = self.critic
         saved = common.open_checkpoint(folder, self.shape())
-        tensors, model_state, optimizer_state = checkpoint_tensors(critic.model, critic.optimizer)
+        tensors, model_state, optimizer_state = checkpoint_tensors(
+            critic.model, critic.optimizer, self.own_weights
+        )
         with blame(f"--resume {folder}: does not fit this critic"):
             dcp.load(tensors, storage_reader=HuggingFaceStorageReader(folder))
         state_dict.set_state_dict(
@@ -1191,6 +1218,10 @@ class CriticWorker:
         torch.set_rng_state(tensors["rng"])
         critic.updates = saved["updates"]
         critic.optimizer_steps = saved["optimizer_steps"]
+
+    def own_weights(self, state):
+        """Of the model's state dict, what a checkpoint holds."""
+        return own_weights(state) if shares_backbone(self.critic.model) else state
 
     def shape(self):
         """What a checkpoint and the run that resumes it must have in common."""
@@ -1236,7 +1267,7 @@ def check_layout(config, world_size=WORLD_SIZE):
         raise UserError(f"{to}fsdp-size 1: {words}")
 
 
-def check_model_flags(config, model_config):
+def check_model_flags(config, model_config, kind=AutoModel, wrap=ValueModel):
     """UserError for flags that do not fit this model, or for a model that cannot be built."""
     to = config.prefix
     with blame(f"{to}model {config.model}: has no attention"):
@@ -1245,7 +1276,7 @@ def check_model_flags(config, model_config):
     if heads % sp:
         raise UserError(f"{to}ulysses-size {sp}: must divide {heads} attention heads")
 
-    skeleton = build_skeleton(config, model_config)
+    skeleton = build_skeleton(config, model_config, kind, wrap)
     if config.strategy != "fsdp1":
         common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
 
@@ -1263,11 +1294,19 @@ def check_budget(config, longest, row):
     return least
 
 
+def check_auto(config, device):
+    """UserError if a budget is to be measured where nothing says how much memory there is."""
+    if config.ppo_max_token_len_per_gpu == "auto" and device.type == "cpu":
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu auto"
+        raise UserError(f"{flag}: on a CPU, give the memory per rank: auto:GIB")
+
+
 # ---- Checkpoints and export ----------------------------------------------------------------------
 
 
-def checkpoint_tensors(model, optimizer):
-    """All state as one flat dict of tensors, and the two state dicts that hold these tensors."""
+def checkpoint_tensors(model, optimizer, own_weights):
+    """All state as one flat dict of tensors, and the two state dicts that hold these tensors.
+    own_weights: picks what is saved of the model's state dict."""
     fresh = not optimizer.state
     optimizer.zero_grad()  # with gradients, get_state_dict would create no state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)
@@ -1276,8 +1315,7 @@ def checkpoint_tensors(model, optimizer):
             if "step" in state:  # not every optimizer counts steps
                 state["step"].zero_()
 
-    if shares_backbone(model):
-        model_state = own_weights(model_state)
+    model_state = own_weights(model_state)
     tensors = {f"model.{name}": x for name, x in model_state.items()}
     for name, state in optimizer_state["state"].items():
         tensors |= {f"optimizer.{name}.{key}": x for key, x in state.items()}
@@ -1479,7 +1517,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # ---- Ulysses: ranks that share a row -------------------------------------------------------------
 #
 # A closed chapter behind --ulysses-size. It is called from attention_of (by the name "ulysses"),
-# from DataParallelPPOCritic.__init__ (slice_row), from its forward (gather_slices), and from
+# from build_value_model (slice_row), from DataParallelPPOCritic.forward (gather_slices), and from
 # build_skeleton (gather_slices and add_slices, for recurrent layers).
 
 
@@ -1488,7 +1526,7 @@ def slice_row(decoder, args, kwargs):
 
     It runs at the decoder's input, after a vision tower, which every rank runs on all images."""
     group = common.CurrentPack.group
-    if not group:
+    if not group or kwargs.get("position_ids") is None:  # none: Policy.read asks for the head alone
         return None
     p = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -1642,7 +1680,7 @@ def merge_lora(state, config, model_config):
 # ---- Images --------------------------------------------------------------------------------------
 #
 # A closed chapter for rows with images; it has no flag. It is called from build_skeleton and
-# shard_fsdp1 (reads_images), DataParallelPPOCritic.__init__ and load_rows (load_image_processor,
+# shard_fsdp1 (reads_images), DataParallelPPOCritic.build and load_rows (load_image_processor,
 # place_images), and lay_out (with_images). critic.image_processor is also read in init_model, in
 # check_batch, which must go on refusing images, and in export_hf. Only images need needs_grad with
 # its hook, the visual keys in slice_row, and "visual" in shard_fsdp1. ppo_loop.py calls four of
@@ -1733,7 +1771,7 @@ def read_images(row, image_processor):
 # ---- Whole weights and compiled blocks -----------------------------------------------------------
 #
 # A closed chapter behind --keep-gathered, --defer-grad-sync and --compile. It is called from
-# shard_fsdp2 (stays_whole), forward_backward (keep_whole) and DataParallelPPOCritic.__init__
+# shard_fsdp2 (stays_whole), forward_backward (keep_whole) and DataParallelPPOCritic.build
 # (compile_blocks), and check_model tells how long that took.
 
 
@@ -1903,18 +1941,24 @@ def check_model(worker):
     kernel = decoder.config._attn_implementation
 
     def states_of(rows, alone=False):
-        # the head gives what it gets
-        with critic.model.score.register_forward_hook(lambda head, args, out: args[0].float()):
-            if not alone:
-                return critic.forward(critic.micro_batch(rows)).roll(-1, 0)  # it shifts them
-
-            # as it comes from transformers
-            common.CurrentPack.set(None)
+        micro = critic.micro_batch(rows)
+        stance = "default"
+        if alone:  # as it comes from transformers
+            micro = micro._replace(pack=None)
             decoder.set_attn_implementation("eager")
-            with torch.compiler.set_stance("force_eager"):
-                states_TD = critic.model(input_ids=rows.input_ids[None].to(worker.device))[0]
-            decoder.set_attn_implementation(kernel)
-            return states_TD
+            stance = "force_eager"
+
+        # what the decoder gives to the head
+        seen = []
+        note = lambda module, args, out: seen.append(out.last_hidden_state.flatten(0, 1))
+        with torch.compiler.set_stance(stance), decoder.register_forward_hook(note):
+            critic.forward(micro)
+        decoder.set_attn_implementation(kernel)
+
+        states_SD = seen[0]  # to read its head, an actor calls the decoder again
+        if common.CurrentPack.group:
+            states_SD = gather_slices(states_SD, common.CurrentPack.group)
+        return states_SD[micro.index_T].float()
 
     critic.model.eval()
     advice = padding_advice(config)

@@ -550,6 +550,7 @@ class MicroBatch(NamedTuple):
     values: torch.Tensor | None
     returns: torch.Tensor | None
     weights: torch.Tensor | None  # see common.loss_weights
+    rows: Batch  # the same rows on the host, with every column
 
 
 def shift(x_T):
@@ -669,16 +670,36 @@ class MegatronPPOCritic:
     """Values and updates of a value model.
 
     compute_values and update_critic take the rows that this rank has, and the Rows of all ranks;
-    each rank fetches the rows that it computes."""
+    each rank fetches the rows that it computes. A fork overrides build, forward, values, weights_of
+    or loss."""
 
     between = staticmethod(lambda: None)  # called between forwards of compute_values; it may raise
 
     def __init__(self, config, model_config, layout, total_steps):
         self.config = config
         self.layout = layout
-        self.value_range = model_config.value_range  # None: the head's outputs are the values
         self.peak_lr = config.lr or (1e-3 if config.model in common.TINY else 1e-5)
         self.total_steps = total_steps  # optimizer steps of the whole run, for cosine
+        self.build(model_config)
+        self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
+        self.max_tokens_forward = 0  # the same without a backward
+        self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
+        self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
+        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
+
+        # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
+        # in `loss` shows here
+        micro = self.micro_batch(Batch.blank())
+        shape = (len(micro.response_mask), self.outputs)
+        _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
+        self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
+
+    def build(self, model_config):
+        """Builds the model, spread over the ranks, and its optimizer."""
+        config = self.config
+        layout = self.layout
+        self.value_range = model_config.value_range  # None: the head's outputs are the values
+        self.outputs = model_config.num_labels  # numbers that the head gives for a token
 
         # what a forward costs, and an update in forwards: itself, input and weight gradients
         skeleton = build_skeleton(config, model_config)
@@ -702,18 +723,6 @@ class MegatronPPOCritic:
         self.optimizers = self.optimizer.chained_optimizers  # one for experts, one for the rest
         self.masters = find_masters(self.optimizers)
         fill(self, tensors, f"{config.prefix}model {config.model}")
-        self.max_tokens = 0  # of a micro-batch, over the ranks that share it; see set_budget
-        self.max_tokens_forward = 0  # the same without a backward
-        self.optimizer_steps = 0  # steps taken, without skipped ones: the position in the schedule
-        self.updates = 0  # calls of update_critic; with seed and epoch, the key of every shuffle
-        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
-
-        # the names of what `loss` sums: where nothing is summed, an update has them, too. A mistake
-        # in `loss` shows here
-        micro = self.micro_batch(Batch.blank())
-        shape = (len(micro.response_mask), model_config.num_labels)
-        _, sums = self.loss(torch.zeros(shape, device=layout.device).squeeze(1), micro)
-        self.no_sums = {name: torch.zeros_like(x) for name, x in sums.items()}
 
     def plan_micro_batches(self, rows, max_tokens):
         """Micro-batches of these Rows for each data-parallel rank, see micro_batches."""
@@ -767,6 +776,7 @@ class MegatronPPOCritic:
             values=before_actions(piece.values),
             returns=before_actions(piece.returns),
             weights=before_actions(piece.weights),
+            rows=piece,
         )
 
     def lay_out(self, piece):
@@ -882,7 +892,7 @@ class MegatronPPOCritic:
         steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
         if batch.values is None and steps > 1:
             words = f"an update of {steps} optimizer steps needs the values from before it"
-            raise UserError(f"values: is missing; {words}: call compute_values first")
+            raise UserError(f"values: is missing; {words}: compute them first")
 
         self.steps_before = self.optimizer_steps
         self.model.train()
@@ -928,15 +938,21 @@ class MegatronPPOCritic:
     def mini_batch(self, batch, mini):
         """This rank's rows of a mini-batch, with the weights of their losses, and the table of
         micro-batches."""
-        c = self.config
         table = self.plan_micro_batches(mini, self.max_tokens)
         local = self.fetch(batch, table)
-        local.weights = common.loss_weights(
+        local.weights = self.weights_of(local, mini)
+        return local, table
+
+    def weights_of(self, local, mini):
+        """(T,) what the loss of each token counts for. local: this rank's rows of a mini-batch.
+        mini: the Rows of all ranks in it."""
+        c = self.config
+        weights_T = common.loss_weights(
             local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
         )
         if c.value_weights == "noise":
-            local.weights = (local.weights * common.noise_weights(local)).float()
-        return local, table
+            weights_T = (weights_T * common.noise_weights(local)).float()
+        return weights_T
 
     def forward_backward_all(self, micros, done=lambda: None):
         """Computes the gradient of a mini-batch, over all ranks -> (this rank's sums, see `loss`;
@@ -1061,9 +1077,7 @@ class CriticWorker:
         check_model_flags(config, self.model_config)
 
         self.device = common.setup_distributed(config.timeout_minutes)
-        if config.ppo_max_token_len_per_gpu == "auto" and self.device.type == "cpu":
-            flag = f"{config.prefix}ppo-max-token-len-per-gpu auto"
-            raise UserError(f"{flag}: on a CPU, give the memory per rank: auto:GIB")
+        check_auto(config, self.device)
         self.layout = make_layout(config, self.device)
 
         self.critic = None  # see init_model
@@ -1143,15 +1157,18 @@ class CriticWorker:
 
     def check_ready(self, saves=False):
         """RuntimeError unless the model is built, on its device, and not left by a failed update.
-
-        saves: a failed update may come before, if it has made no optimizer step."""
+        saves: see check_whole."""
         critic = self.critic
         if critic is None:
             raise RuntimeError("the critic has no model yet: call init_model() first")
         if self.offloaded:
             raise RuntimeError("the critic is offloaded: call onload() first")
+        self.check_whole(saves)
 
+    def check_whole(self, saves=False):
+        """RuntimeError if an update has failed halfway. saves: unless it has made no step."""
         # gradients remain, some of them where zero_grad does not reach
+        critic = self.critic
         failed = critic.steps_before is not None
         if failed and not (saves and critic.steps_before == critic.optimizer_steps):
             words = "build a new worker and load a checkpoint"
@@ -1288,6 +1305,7 @@ class CriticWorker:
         """A function write(tmp, group) that saves the current state.
 
         copy: a snapshot, so training can go on before it is called."""
+        self.check_ready(saves=True)
         critic = self.critic
         gather = partial(checkpoint_tensors, critic, self.model_config.vocab_size)
         snapshot = {}
@@ -1423,6 +1441,13 @@ def check_budget(config, longest, row):
             flag = f"{config.prefix}{name}-max-token-len-per-gpu {given}"
             raise UserError(f"{flag}: {row} has {longest} tokens; give {least}")
     return least
+
+
+def check_auto(config, device):
+    """UserError if a budget is to be measured where nothing says how much memory there is."""
+    if config.ppo_max_token_len_per_gpu == "auto" and device.type == "cpu":
+        flag = f"{config.prefix}ppo-max-token-len-per-gpu auto"
+        raise UserError(f"{flag}: on a CPU, give the memory per rank: auto:GIB")
 
 
 # ---- Checkpoints and export ----------------------------------------------------------------------
@@ -1916,7 +1941,7 @@ def splits_sequence(config):
 
 # ---- Weights: megatron-core and Hugging Face -----------------------------------------------------
 #
-# A closed chapter: names and parts of weights. It is called from MegatronPPOCritic.__init__ (fill,
+# A closed chapter: names and parts of weights. It is called from MegatronPPOCritic.build (fill,
 # find_masters), build_skeleton (freezes), build_value_model (freeze), read_weights and
 # load_checkpoint (StoredTensors, fill), state_bytes (named_weights, groups_of), `shape`
 # (what_trains), and from checkpoints and exports (whole_weights, whole_master, join_experts,

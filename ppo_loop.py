@@ -45,7 +45,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
 from itertools import chain, cycle, groupby
-from math import ceil, inf, isfinite, log, nan
+from math import ceil, inf, log, nan
 from os.path import exists, realpath
 from time import perf_counter, sleep
 from types import SimpleNamespace
@@ -88,7 +88,6 @@ import cloudpickle
 import pydantic
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import torch.nn as nn
 import transformers
 import tyro
@@ -97,7 +96,6 @@ from loky.backend import get_context
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
 from pydantic import Field, PositiveFloat, ValidationError
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
@@ -113,6 +111,7 @@ from transformers.masking_utils import sdpa_mask
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import common
+import critic_fsdp
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
 
 # ---- Config --------------------------------------------------------------------------------------
@@ -141,32 +140,42 @@ TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16384}  # of prompts: fewer would not keep
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
-class ActorConfig:
-    """The policy, and the frozen reference, which is the same model before training."""
+class ActorConfig(critic_fsdp.Config):
+    """The policy, and the frozen reference, which is the same model before training. Its model,
+    layout, batches and optimizer are chosen as those of a critic on FSDP."""
 
     prefix: ClassVar[str] = "--actor."  # what its flags begin with, in messages
 
-    # ---- model
+    # what only a critic has
+    value_head: ClassVar[None] = None
+    value_head_init: ClassVar[None] = None
+    value_range: ClassVar[None] = None
+    value_places: ClassVar[None] = None
+    value_weights: ClassVar[None] = None
+    cliprange_value: ClassVar[None] = None
+    response_length_limit: ClassVar[None] = None  # here it is --max-response-length
+    compile: ClassVar[None] = None
+    lr_scheduler_type: ClassVar[str] = "constant"
 
-    # Hugging Face folder or hub name; tiny-qwen2, tiny-llama ...: random weights
-    model: Text = "tiny-qwen2"
-    tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
-    # JSON merged into the model's config, e.g. '{"num_hidden_layers": 4}'
-    override_config: Text = "{}"
+    # what is the run's, see with_defaults
+    seed: tyro.conf.Suppress[Seed] = 0
+    timeout_minutes: tyro.conf.Suppress[float] = 30.0
+
+    # ---- model and layout
+
     lora_rank: Count = 0  # train only LoRA adapters of this rank (0: no LoRA)
-    lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
-    # recompute activations in the backward pass: less memory, more time
-    gradient_checkpointing: bool = False
-    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
-    param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # how to shard weights (none: a full copy per rank)
+    strategy: Literal["fsdp2", "none"] = "fsdp2"
+    # keep weights, gradients and optimizer state on the host
+    offload_policy: bool = False
 
     # ---- batches
 
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
-    ppo_max_token_len_per_gpu: Positive = 16384  # max tokens per micro-batch, a hard cap
+    # max tokens per micro-batch (auto[:GIB]: what fits; None: 16384, or the longest row)
+    ppo_max_token_len_per_gpu: Positive | critic_fsdp.Auto | None = None
     # the same for log-probs, which keep no activations for a backward (None: twice as many)
     forward_max_token_len_per_gpu: Positive | None = None
-    ppo_epochs: Positive = 1  # passes over the rows of one update
 
     # ---- loss
 
@@ -183,15 +192,10 @@ class ActorConfig:
     ratio_band: tuple[Rate, Rate] | None = None
     # drop tokens that the update would move further, if |p_actor - p_engine| is above this already
     probability_band: Share | None = None
-    loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
 
     # ---- optimizer
 
-    lr: Rate | None = None  # learning rate of AdamW (None: 5e-4 for addition, 1e-6 otherwise)
-    # linear warm-up, in optimizer steps; the first is at lr / steps, not at 0
-    lr_warmup_steps: Count = 0
-    weight_decay: Weight = 0.01  # AdamW's decoupled decay, on every weight
-    grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
+    lr: Rate | None = None  # peak learning rate (None: 5e-4 for addition, else 1e-6)
 
     def __post_init__(self):
         """ValueError names the flags that do not go together."""
@@ -418,9 +422,11 @@ class Run:
         # memory
         if self.share_base:
             self.check_share_base()
-        if self.critic.ppo_max_token_len_per_gpu == "auto" and not self.offload:
-            words = "leaves the actor no memory; add --offload or give auto:GIB"
-            raise ValueError(f"--critic.ppo-max-token-len-per-gpu auto: {words}")
+        for config, other in ((self.actor, "critic"), (self.critic, "actor")):
+            if config.ppo_max_token_len_per_gpu == "auto" and not self.offload:
+                flag = f"{config.prefix}ppo-max-token-len-per-gpu auto"
+                words = f"leaves the {other} no memory; add --offload or give auto:GIB"
+                raise ValueError(f"{flag}: {words}")
 
         # a run sets aside its checkpoints and replaces its exports, so no model may come from them
         ours = [realpath(f"{self.out_dir}/{name}") for name in ("hf", "critic_hf", "checkpoints")]
@@ -824,7 +830,9 @@ def set_up(run):
 def with_defaults(run):
     """The run with what its flags leave open: defaults of its task and of the critic's model."""
     addition = not run.prompts
-    actor = replace(run.actor, lr=run.actor.lr or (5e-4 if addition else 1e-6))
+    lr = run.actor.lr or (5e-4 if addition else 1e-6)
+    minutes = run.critic.timeout_minutes
+    actor = replace(run.actor, lr=lr, seed=run.seed, timeout_minutes=minutes)
 
     # the critic starts as the actor does, unless it has a model of its own
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
@@ -860,11 +868,6 @@ def check_models(run, tokenizer, model_config, longest, known):
         with blame(f"{config.prefix}model: does not fit these prompts"):
             common.check_length(longest, LONGEST, model)
             common.check_rows(ids, model)
-    for name in ("ppo", "forward"):
-        given = getattr(actor, f"{name}_max_token_len_per_gpu")
-        if given and longest > given:
-            flag = f"--actor.{name}-max-token-len-per-gpu"
-            raise UserError(f"{flag}: give at least {longest}, for {LONGEST}")
     if critic_tokenizer and tokenizer.get_vocab().items() - critic_tokenizer.get_vocab().items():
         wrong = "has other token ids than the actor's; give both one tokenizer"
         raise UserError(f"--critic.tokenizer: {wrong}")
@@ -873,11 +876,9 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script = critic_module(run.backend)
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
-    skeleton = build_skeleton(actor, model_config, torch.float32)
-    common.add_lora(skeleton.base_model, actor, run.seed)
-    if images_of(run, actor, model_config) is None:
-        common.freeze_towers(skeleton)
-    common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
+    kind = policy_class(model_config)
+    critic_fsdp.check_model_flags(actor, model_config, kind, partial(Policy, run, None))
+    critic_fsdp.check_budget(actor, longest, LONGEST)
 
 
 def check_images(run, tokenizer, images):
@@ -998,15 +999,15 @@ def build(run, task, device, checkpoints):
 
     # the actor, and the reference, which is the actor before training, or without its adapters
     actor = PolicyWorker(run, task, device)
-    actor.max_tokens = max(actor.max_tokens >> halvings, task.longest)
-    actor.max_tokens_forward = max(actor.max_tokens_forward >> halvings, task.longest)
+    actor.set_budget(task.longest, LONGEST, halvings)
     if folder:
         actor.load_checkpoint(f"{folder}/actor")
     away(actor)
     reference = actor if run.uses_reference else None
     if reference and not run.actor.lora_rank:
         reference = away(PolicyWorker(run, task, device, trains=False))
-        reference.max_tokens_forward = actor.max_tokens_forward
+        reference.critic.max_tokens = actor.critic.max_tokens
+        reference.critic.max_tokens_forward = actor.critic.max_tokens_forward
 
     # the reward
     reward = task.reward
@@ -1035,6 +1036,7 @@ def build(run, task, device, checkpoints):
     critic.set_budget(task.longest, LONGEST, halvings)
     critic.critic.between = poll
     if run.share_base:
+        actor.guest = critic
         away(actor)  # first, because it owns what they share
     away(critic)
     return Models(actor, reference, critic, reward, engine)
@@ -1931,22 +1933,6 @@ def whiten_by_noise(batch):
 # ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------
 
 
-class MicroBatch(NamedTuple):
-    """Rows on the device, as the model reads them. Columns have T entries, or are None."""
-
-    inputs: dict  # arguments of the model: ids and positions of the slots, images
-    index_T: torch.Tensor  # each token's slot
-    pack: common.Pack  # where sequences lie in the packed row, for attention
-    action_A: torch.Tensor  # each action's index among the tokens
-    input_ids: torch.Tensor
-    response_mask: torch.Tensor
-    old_log_probs: torch.Tensor | None
-    ref_log_probs: torch.Tensor | None
-    rollout_log_probs: torch.Tensor | None
-    advantages: torch.Tensor | None
-    weights: torch.Tensor | None  # see common.loss_weights
-
-
 def policy_class(model_config):
     """The class of models that write. Those that read images, too, keep their vision tower."""
     if type(model_config) in transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
@@ -1970,41 +1956,47 @@ def of_ids_to_sample(logits_BV, task):
     return logits_BV
 
 
-def build_skeleton(config, model_config, dtype):
-    """The policy's model on the meta device, without weights, for packed rows. UserError: it cannot
-    be built, or packed."""
-    model_config = deepcopy(model_config)
-    attention = "packed"
-    if model_config.get_text_config() is not model_config:
-        attention = {"": "packed", "text_config": "packed"}  # a vision tower keeps its own
-    name = f"{config.prefix}model {config.model}"
-    with blame(f"{name}: cannot be built"), torch.device("meta"):
-        lm = policy_class(model_config).from_config(
-            model_config, attn_implementation=attention, dtype=dtype
-        )
-    with blame(f"{name}: an actor's rows must be packed; give another model"):
-        common.pack_recurrent(lm.get_decoder())
-    return lm
+def part_of_rank(action_A, group):
+    """Of the indices of actions, this rank's part, padded to be as long as the parts of others."""
+    p = dist.get_world_size(group)
+    action_A = nn.functional.pad(action_A, (0, -len(action_A) % p), value=0)
+    return action_A.chunk(p)[dist.get_rank(group)]
 
 
 class Policy(nn.Module):
-    """A causal language model: log-probs and entropies of the actions in a packed row."""
+    """A causal language model: log-probs and entropies of the actions in a micro-batch."""
 
-    def __init__(self, lm, task, entropy_learns):
+    def __init__(self, run, task, lm):
         super().__init__()
         self.lm = lm
         self.task = task
-        self.entropy_learns = entropy_learns  # else the entropy is detached from the graph
+        self.temperature = run.temperature
+        self.entropy_learns = run.actor.entropy_coeff > 0  # else it is detached from the graph
 
-    def forward(self, micro, temperature):
-        """(2, T) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
-        common.CurrentPack.set(micro.pack)
-        out = self.lm.base_model(**micro.inputs, use_cache=False)
-        common.CurrentPack.check(micro.pack)
+    @property
+    def model(self):
+        """The backbone, as a ValueModel has it."""
+        return self.lm.base_model
+
+    score = None  # its head is a part of lm
+
+    def forward(self, micro):
+        """(T, 2) log-probs and entropies of a micro-batch's actions, zero elsewhere."""
+        out = self.model(**micro.inputs, use_cache=False)
+        hidden_SD = out.last_hidden_state.flatten(0, 1)
+
+        # the actions, found on the host: a GPU would wait. Ranks that share a row share them, too
+        group = common.CurrentPack.group
+        all_A = micro.rows.response_mask.nonzero()[:, 0]
+        action_A = all_A
+        if group:
+            hidden_SD = critic_fsdp.gather_slices(hidden_SD, group)
+            action_A = part_of_rank(all_A, group)
 
         # an action is predicted from the state before it
-        hidden_AD = out.last_hidden_state[0, micro.index_T[micro.action_A - 1]]
-        target_A = micro.input_ids[micro.action_A]
+        target_A = micro.rows.input_ids[action_A].to(hidden_SD.device, non_blocking=True)
+        action_A = action_A.to(hidden_SD.device, non_blocking=True)
+        hidden_AD = hidden_SD[micro.index_T[action_A - 1]]
 
         # what else the decoder's outputs hold, for the model's head
         others = {name: x for name, x in out.items() if name != "last_hidden_state"}
@@ -2013,20 +2005,24 @@ class Policy(nn.Module):
         # logits are large: one chunk at a time, which the backward computes again
         size = LOGITS_AT_ONCE // len(self.lm.get_output_embeddings().weight)  # actions
         options = {"use_reentrant": False, "preserve_rng_state": False}
-        out_2A = [
-            checkpoint(self.read, outputs, hidden_CD, target_C, temperature, **options)
-            for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
-        ]
-        out_2T = torch.zeros(2, len(micro.input_ids), device=hidden_AD.device)
-        return out_2T.index_copy(1, micro.action_A, torch.cat(out_2A, 1))
+        out_A2 = torch.cat(
+            [
+                checkpoint(self.read, outputs, hidden_CD, target_C, **options)
+                for hidden_CD, target_C in zip(hidden_AD.split(size), target_A.split(size))
+            ]
+        )
+        if group:
+            out_A2 = critic_fsdp.gather_slices(out_A2, group)[: len(all_A)]
+        out_T2 = torch.zeros(len(micro.response_mask), 2, device=out_A2.device)
+        return out_T2.index_copy(0, all_A.to(out_A2.device, non_blocking=True), out_A2)
 
-    def read(self, outputs, hidden_CD, target_C, temperature):
-        """(2, C) float32: log-probs of the targets, and entropies of their distributions.
+    def read(self, outputs, hidden_CD, target_C):
+        """(C, 2) float32: log-probs of the targets, and entropies of their distributions.
 
         The logits come from the model's own forward, which may scale or cap them. Its decoder gives
         these hidden states: outputs(last_hidden_state=...)."""
         given = outputs(last_hidden_state=hidden_CD[None])
-        called = {self.lm.base_model, self.lm.get_decoder()}  # the one or the other
+        called = {self.model, self.model.get_decoder()}  # the one or the other
         for module in called:
             module.forward = lambda *args, **options: given
         try:
@@ -2036,382 +2032,140 @@ class Policy(nn.Module):
                 del module.forward
 
         logits_CV = of_ids_to_sample(logits_1CV[0], self.task)
-        log_p_CV = (logits_CV / temperature).log_softmax(-1)
+        log_p_CV = (logits_CV / self.temperature).log_softmax(-1)
         chosen_C = log_p_CV.gather(1, target_C[:, None])[:, 0]
         entropy_C = -(log_p_CV.exp() * log_p_CV).sum(-1)
         if not self.entropy_learns:
             entropy_C = entropy_C.detach()
-        return torch.stack([chosen_C, entropy_C])
+        return torch.stack([chosen_C, entropy_C], 1)
 
 
-class PolicyWorker:
-    """A policy sharded over all ranks by FSDP2; the reference (trains=False) has no optimizer."""
+class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
+    """Log-probs and updates of a policy, by the loops of the critic: its `values` are the log-probs
+    of the actions, and it has another model and another loss."""
 
-    def __init__(self, run, task, device, trains=True):
-        config = run.actor
-        model_config = task.model_config
+    kind = "actor"
+    says = "log-probs"
+    main_loss = "pg_loss"
+
+    def __init__(self, run, task, layout, trains):
         self.run = run
-        self.config = config
-        self.model_config = model_config
-        self.device = device
-        self.critic_script = critic_module(run.backend)
-        self.images = task.images
-        self.dtype = common.compute_dtype(config.param_dtype, device)
-        self.max_tokens = config.ppo_max_token_len_per_gpu  # per micro-batch
-        self.max_tokens_forward = config.forward_max_token_len_per_gpu or 2 * self.max_tokens
-        self.optimizer_steps = 0  # steps taken; skipped ones do not count
-        self.updates = 0  # calls of update_policy: with seed and epoch the key of every shuffle
-        self.steps_before = None  # optimizer_steps before an update in progress, see check_ready
-        self.old_log_probs = None  # (T,) of the newest update's batch, from before it
+        self.task = task
+        self.trains = trains  # a reference does not
+        config = run.actor if trains else replace(run.actor, lora_rank=0)
+        super().__init__(config, task.model_config, layout, total_steps=None)
+
+    def build(self, model_config):
+        """Builds the policy, spread over the ranks, and its optimizer if it trains."""
+        run = self.run
+        config = self.config
+        layout = self.layout
+        images = self.task.images
+        self.image_processor = images.processor if images else None
+        self.outputs = 2  # log-probs and entropies
+        self.compiled = False
 
         # the model without weights on all ranks, and with them on rank 0's host
+        kind = policy_class(model_config)
+        wrap = partial(Policy, run, self.task)
+        policy = critic_fsdp.build_skeleton(config, model_config, kind, wrap)
+        lm = policy.lm
         source = None
-        lm = build_skeleton(config, model_config, torch.float32)
-        if run.share_base and run.critic.ulysses_size > 1:
-            lm.get_decoder().set_attn_implementation("ulysses")
         if RANK == 0:
-            kind = policy_class(model_config)
-            source, _ = common.load_model(kind, config, model_config, run.seed)
-            lm.generation_config = GenerationConfig(eos_token_id=task.stop_ids)  # for the export
+            source, _ = common.load_model(kind, config, model_config, config.seed)
+            lm.generation_config = GenerationConfig(eos_token_id=self.task.stop_ids)  # to export
 
         # a resumed run must load the same reference, and adapters the same model
-        checksum = 0.0
+        self.checksum = 0.0
         if run.uses_reference or config.lora_rank:
-            checksum = of_all_ranks(checksum_of(source))[0]
-        self.shape = common.shape_of(model_config, {"weights of the reference": checksum})
-        if config.gradient_checkpointing and trains:
-            options = {"use_reentrant": False}
-            lm.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-        kind = "actor    " if trains else "reference"
-        size = f"{lm.num_parameters():,} parameters"
+            self.checksum = of_all_ranks(checksum_of(source))[0]
 
-        # shard it, then send the weights
-        self.model = Policy(lm, task, config.entropy_coeff > 0).requires_grad_(trains)
-        if config.lora_rank and trains:
-            self.shape |= {"lora_rank": config.lora_rank, "lora_alpha": config.lora_alpha}
-            size += f"; {self.add_adapters(source):,} of adapters train"
-        print0(f"{kind}  {config.model} ({model_config.model_type}), {size}")
-        common.train_quietly(lm)
-        if not self.images and common.freeze_towers(lm) and trains:
+        # what trains, and what does not
+        if source:
+            common.add_lora(source.base_model, config, config.seed)
+        if run.share_base and config.lora_rank:
+            for model in filter(None, (lm, source)):
+                add_adapters_of_critic(model.base_model, run.critic)
+        for name, p in policy.named_parameters():
+            if not self.trains or (config.lora_rank and ".lora_" not in name):
+                p.requires_grad_(False)
+        has_tower = not images and common.freeze_towers(lm)
+        count, trained = critic_fsdp.count_parameters(policy)
+        name = "actor    " if self.trains else "reference"
+        size = f"{count:,} parameters, {trained:,} of them train"
+        print0(f"{name}  {config.model} ({model_config.model_type}), {size}")
+        if has_tower and self.trains:
             print0("images     are not read; the vision tower stays as it is")
-        common.hold_frozen(lm, self.dtype)
+
+        # spread it, then send the weights
         with blame(f"{config.prefix}model {config.model}: cannot be spread over ranks"):
-            self.shard()
+            self.model = critic_fsdp.shard_fsdp2(policy, config, layout)
         lm.tie_weights()  # to_empty untied them
         common.send_weights(lm, source)
-        self.weights_away = []  # what is on the host, see common.offload
-        self.moments_away = []
+        for buffer in lm.buffers():  # --actor.offload-policy does not move buffers
+            buffer.data = buffer.to(layout.device)
+        lm.get_decoder().register_forward_pre_hook(critic_fsdp.slice_row, with_kwargs=True)
+        if run.share_base:
+            self.prepare_base()
+
+        # the optimizer
         self.optimizer = None
-        if trains:
-            self.check_model()
-            self.make_optimizer()
+        if self.trains:
+            self.optimizer = critic_fsdp.build_optimizer(self.model, config, self.peak_lr)
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-    def add_adapters(self, source):
-        """Freezes the model, and gives it and its source adapters, with --share-base also those of
-        the critic -> how many weights train."""
-        self.model.requires_grad_(False)
-        for lm in filter(None, (self.model.lm, source)):
-            common.add_lora(lm.base_model, self.config, self.run.seed)
-            if self.run.share_base:  # and so --critic.lora-rank
-                critic = self.run.critic
-                common.add_lora(lm.base_model, critic, critic.seed, self.critic_script.ADAPTER)
-                common.use_adapter(lm.base_model, "default")
-        return sum(p.numel() for p in self.model.parameters() if p.requires_grad)
+    def prepare_base(self):
+        """For a critic on this base, whose ranks may share a row. It calls the backbone alone,
+        without the hooks of the rest."""
+        if self.run.critic.ulysses_size > 1:
+            self.model.lm.get_decoder().set_attn_implementation("ulysses")
+        embedding = self.model.lm.get_input_embeddings()
+        embedding.register_forward_pre_hook(lambda *_: self.model.unshard())
 
-    def shard(self):
-        """Spreads the model over all ranks: each layer is a unit of FSDP2, and so is the rest. With
-        images, the rest has the vision tower, because a rank whose rows have none does not run
-        it."""
-        mesh = dist.init_device_mesh(self.device.type, (WORLD_SIZE,))
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32)
-        layered = self.model.lm.get_decoder() if self.images else self.model
-        for module in (*common.transformer_blocks(layered), self.model):
-            fully_shard(module, mesh=mesh, mp_policy=policy)
-        if WORLD_SIZE == 1:  # weights in one shard stay gathered until they change
-            self.model.set_reshard_after_forward(False)
-        if self.run.share_base:  # a critic calls the backbone alone, without the hooks of the rest
-            embedding = self.model.lm.get_input_embeddings()
-            embedding.register_forward_pre_hook(lambda *_: self.model.unshard())
-        common.let_ranks_skip_weights(self.model)
-        self.model.to_empty(device=self.device)
+    def forward(self, micro):
+        """(T, 2) float32 log-probs and entropies of the actions, zero elsewhere."""
+        group = self.layout.sp_group if micro.pack else None
+        common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
+        out_T2 = self.model(micro)
+        common.CurrentPack.check(micro.pack)
+        return out_T2
 
-    def make_optimizer(self):
-        """AdamW, with its state from the start, so that every checkpoint has it."""
-        config = self.config
-        weights = [p for p in self.model.parameters() if p.requires_grad]
-        self.optimizer = torch.optim.AdamW(
-            weights, config.lr, weight_decay=config.weight_decay, fused=True
-        )
-        for p in weights:
-            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
-            self.optimizer.state[p] = {"step": torch.zeros((), device=self.device), **moments}
+    def values(self, outputs, mask):
+        """Of what forward gives, the log-probs."""
+        return outputs[:, 0]
 
-        # the names of what `loss` sums: an update without a step has them, too
-        zeros_T = torch.zeros(1, device=self.device)
-        _, sums = self.loss(self.micro_batch(Batch.blank()), zeros_T, zeros_T)
-        zero = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.no_sums = dict.fromkeys(sums, zero)
-
-    @torch.no_grad()
-    def check_model(self):
-        """UserError unless rows have the hidden states together that they have alone."""
-        decoder = self.model.lm.get_decoder()
-        kernel = decoder.config._attn_implementation
-
-        def states_of(rows, alone=False):
-            micro = self.micro_batch(rows)
-            outs = []
-            if alone:  # as it comes from transformers
-                micro = micro._replace(pack=None)
-                decoder.set_attn_implementation("eager")
-            with decoder.register_forward_hook(lambda module, args, out: outs.append(out)):
-                self.model(micro, 1.0)
-            decoder.set_attn_implementation(kernel)
-            return outs[0].last_hidden_state[0, micro.index_T].float()
-
-        common.check_rows_apart(
-            f"{self.config.prefix}model {self.config.model}: {type(decoder).__name__}",
-            states_of,
-            self.dtype,
-            self.model.lm.config.get_text_config().vocab_size,
-            advice="; give another model, because an actor's rows must be packed",
-        )
-        self.free_gathered()
-
-    def check_ready(self, saves=False):
-        """RuntimeError if a failed update comes before. saves: unless it has made no step."""
-        failed = self.steps_before is not None
-        if failed and not (saves and self.steps_before == self.optimizer_steps):
-            words = "build a new worker and load a checkpoint"
-            raise RuntimeError(f"an earlier update failed halfway: {words}")
-        if failed:
-            self.model.state_dict()  # its hooks shard what the update has left gathered
-        if self.run.share_base and self.optimizer:  # the critic's turn has ended
-            self.free_gathered()
-            common.use_adapter(self.model, "default")
-            for p in self.optimizer.state:
-                p.requires_grad_()
-
-    def check_batch(self, batch, rows, max_tokens):
-        """UserError if a row does not fit the model or, alone, a micro-batch."""
-        self.check_ready()
-        common.check_rows(batch, self.model_config)
-        longest = rows.length.max(initial=0)
-        if longest > max_tokens:
-            words = f"a row has {longest} tokens, but a micro-batch takes {max_tokens}"
-            raise UserError(f"{words}: raise --actor.ppo-max-token-len-per-gpu")
-
-    def free_gathered(self):
-        """Frees the gathered weights that FSDP keeps after a forward, for a backward to come."""
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
-
-    def offload(self):
-        """Moves weights and optimizer state to the host, to free device memory for other phases."""
-        self.free_gathered()
-        self.weights_away += common.offload(self.model.parameters())
-        if self.optimizer:
-            self.moments_away += common.offload(common.optimizer_moments(self.optimizer))
-
-    def onload(self):
-        """Moves the weights back; optimizer state follows only for an update or a checkpoint."""
-        common.onload(self.weights_away)
-
-    # ---- batches
-
-    def plan_micro_batches(self, rows, max_tokens):
-        """Micro-batches of these Rows for each rank, with shared prompts, see micro_batches."""
-        return self.critic_script.micro_batches(rows, WORLD_SIZE, max_tokens, True)
-
-    def fetch(self, batch, table):
-        """The rows that this rank computes, in the order of its micro-batches (a collective)."""
-        return common.fetch(batch, table.rows, table.wanted)
-
-    def cut(self, local, table):
-        """The fetched rows in micro-batches; some may have no row."""
-        return local.split(table.sizes[RANK])
-
-    def micro_batch(self, piece):
-        """These rows on the device. Without rows: one masked token, to keep in step with others."""
-        if not len(piece):
-            piece = Batch.blank()
-
-        # images have positions in several axes
-        inputs = {}
-        positions_T = piece.positions
-        if self.images:
-            backbone = self.model.lm.base_model
-            processor = self.images.processor
-            positions_T, inputs = self.critic_script.with_images(backbone, piece, processor)
-
-        # each slot of the packed row has a token; a shared prompt has its slots once
-        slots_S, index_T, pack = self.critic_script.pack_rows(piece, self.device, True)
-        slots_1S = slots_S[None]
-        inputs["input_ids"] = piece.input_ids[slots_1S]
-        inputs["position_ids"] = positions_T[..., slots_1S]
-
-        def to_device(x):
-            return None if x is None else x.to(self.device, non_blocking=True)
-
-        return MicroBatch(
-            inputs={name: to_device(x) for name, x in inputs.items()},
-            index_T=index_T,
-            pack=pack,
-            action_A=to_device(piece.response_mask.nonzero()[:, 0]),  # found here: a GPU would wait
-            input_ids=to_device(piece.input_ids),
-            response_mask=to_device(piece.response_mask),
-            old_log_probs=to_device(piece.old_log_probs),
-            ref_log_probs=to_device(piece.ref_log_probs),
-            rollout_log_probs=to_device(piece.rollout_log_probs),
-            advantages=to_device(piece.advantages),
-            weights=to_device(piece.weights),
-        )
-
-    # ---- log-probs
-
-    @common.dp_compute_proto()
-    @torch.no_grad()
-    def compute_log_probs(self, batch, rows):
-        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
-        UserError: a row does not fit."""
-        self.check_batch(batch, rows, self.max_tokens_forward)
-        table = self.plan_micro_batches(rows, self.max_tokens_forward)
-        local = self.fetch(batch, table)
-        log_probs = []
-        try:
-            for piece in progress(self.cut(local, table), "log-probs", "micro-batches"):
-                poll()
-                log_probs_T, _ = self.model(self.micro_batch(piece), self.run.temperature)
-                log_probs.append(log_probs_T[: len(piece.input_ids)])  # nothing of a masked token
-        finally:
-            self.free_gathered()
-
-        return self.give_back(log_probs, local, table, batch)
-
-    def compute_log_probs_of_base(self, batch):
-        """compute_log_probs of the reference: the policy without its adapters, if it has any."""
-        without = nullcontext()
-        if self.config.lora_rank:
-            from peft.helpers import rescale_adapter_scale
-
-            without = rescale_adapter_scale(self.model, 0)
-        with without:
-            return self.compute_log_probs(batch)
-
-    def give_back(self, log_probs, local, table, batch):
-        """Log-probs of this rank's micro-batches -> (T,) of the caller's rows (a collective).
-        UserError: some are not finite."""
-        x_T = torch.cat(log_probs).cpu()
-        log_probs_T = common.give_back(x_T, local, table.rows, table.wanted, batch)
+    def give_back(self, values, local, table, batch):
+        """As of a critic. UserError: some log-probs are not finite."""
+        log_probs_T = super().give_back(values, local, table, batch)
         if not all(of_all_ranks(bool(log_probs_T.isfinite().all()))):
             advice = "use a lower --actor.lr" if self.optimizer_steps else "check its weights"
             wrong = f"its log-probs are not finite; {advice}"
             raise UserError(f"--actor.model {self.config.model}: {wrong}")
         return log_probs_T
 
-    # ---- update
+    def weights_of(self, local, mini):
+        """(T,) what the loss of each token counts for, see the critic's."""
+        mode = self.config.loss_agg_mode
+        return common.loss_weights(local, mode, self.run.max_response_length, rows=mini)
 
-    @common.dp_compute_proto(
-        needs=("rollout_log_probs", "advantages"), may_have=("old_log_probs", "ref_log_probs")
-    )
-    def update_policy(self, batch, rows):
-        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
-
-        A batch without old log-probs gets those of the only step; without the reference's, they are
-        the old ones. UserError: a row does not fit."""
-        self.check_batch(batch, rows, self.max_tokens)
-        config = self.config
-        steps = config.ppo_epochs * ceil(len(rows) / config.ppo_mini_batch_size)
-        if batch.old_log_probs is None and steps > 1:
-            words = f"an update of {steps} optimizer steps needs those from before it"
-            raise UserError(f"old_log_probs: are missing; {words}: call compute_log_probs first")
-
-        self.steps_before = self.optimizer_steps
-        totals = collections.Counter(self.no_sums)  # of the steps taken
-        norms = []  # of the mini-batches, NaN where the step was skipped
-        done = common.progress_of(config.ppo_epochs * len(rows), "policy", "rows")
-        common.onload(self.moments_away)
-
-        # epochs: each has its own order, in which rows with equal prompts stay together
-        groups = common.by_prompt(rows)
-        for epoch in range(config.ppo_epochs):
-            ordered = rows[common.shuffled_rows(groups, self.run.seed, self.updates, epoch)]
-
-            # mini-batches: one optimizer step each
-            for first in range(0, len(ordered), config.ppo_mini_batch_size):
-                mini = ordered[first : first + config.ppo_mini_batch_size]
-                norms.append(self.step(batch, mini, totals, done))
-
-        self.old_log_probs = batch.old_log_probs
-        if self.old_log_probs is None:  # no row has an action
-            self.old_log_probs = torch.zeros(len(batch.input_ids))
-        self.updates += 1
-        self.steps_before = None
-        lr = self.optimizer.param_groups[0]["lr"]
-        return common.update_metrics("actor", "pg_loss", totals, norms, lr)
-
-    def step(self, batch, mini, totals, done):
-        """One optimizer step on the Rows of a mini-batch -> gradient norm before clipping; adds to
-        totals. All ranks skip it if the norm is not finite or there is no action."""
-        if not mini.actions.any():
-            return nan
-
-        # this rank's rows; their weights come from the whole mini-batch
-        config = self.config
-        table = self.plan_micro_batches(mini, self.max_tokens)
-        local = self.fetch(batch, table)
-        local.weights = common.loss_weights(
-            local, config.loss_agg_mode, self.run.max_response_length, rows=mini
-        )
-
-        # micro-batches: one forward and backward each, whose gradients add up
-        pieces = self.cut(local, table)
-        sums = collections.Counter()
-        old = []
-        for i, piece in enumerate(pieces, 1):
-            if WORLD_SIZE == 1:
-                self.model.set_reshard_after_backward(i == len(pieces))
-                self.model.set_requires_gradient_sync(i == len(pieces))
-            micro = self.micro_batch(piece)
-            log_probs_T, entropy_T = self.model(micro, self.run.temperature)
-            if micro.old_log_probs is None:
-                micro = micro._replace(old_log_probs=log_probs_T.detach())
-            if micro.ref_log_probs is None:
-                micro = micro._replace(ref_log_probs=micro.old_log_probs)
-            old.append(micro.old_log_probs[: len(piece.input_ids)])  # nothing of a masked token
-            loss, part = self.loss(micro, log_probs_T, entropy_T)
-            # the loss is a sum over ranks, but FSDP averages their gradients
-            (loss * WORLD_SIZE).backward()
-            common.CurrentPack.check(micro.pack)  # a backward may rerun layers
-            sums.update(part)
-            done(len(mini) / len(pieces))
-
-        # log-probs of the only step are those from before it
-        if batch.old_log_probs is None:
-            batch.old_log_probs = self.give_back(old, local, table, batch)
-
-        # clip and step
-        weights = self.model.parameters()
-        norm = float(nn.utils.clip_grad_norm_(weights, config.grad_clip).full_tensor())
-        if isfinite(norm):
-            warm = min(1.0, (self.optimizer_steps + 1) / max(config.lr_warmup_steps, 1))
-            self.optimizer.param_groups[0]["lr"] = config.lr * warm
-            self.optimizer_steps += 1  # first, because a step that fails has moved some weights
-            self.optimizer.step()
-            totals.update(sums)
-        self.optimizer.zero_grad()
-        return norm
-
-    def loss(self, micro, log_probs_T, entropy_T):
+    def loss(self, outputs, micro):
         """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
         config = self.config
         mask_T = micro.response_mask
+        log_probs_T, entropy_T = outputs.T.contiguous()
+
+        # what was said before: by the actor, its reference and the engine; and what is learned
+        old_T = micro.values
+        ref_T = old_T
+        if micro.rows.ref_log_probs is not None:
+            ref_T = micro.rows.ref_log_probs.to(old_T.device, non_blocking=True)
+        engine_T = micro.rows.rollout_log_probs.to(old_T.device, non_blocking=True)
+        advantages_T = micro.rows.advantages.to(old_T.device, non_blocking=True)
 
         # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
         weights_T = micro.weights
         if config.tis_cap:
-            rho_T = (micro.old_log_probs - micro.rollout_log_probs).exp()
+            rho_T = (old_T - engine_T).exp()
             weights_T = weights_T * rho_T.clamp(max=config.tis_cap)
 
         # drop what the actor and the engine see too differently (SAO, 2607.07508), or what the
@@ -2419,18 +2173,18 @@ class PolicyWorker:
         outside_T = torch.zeros_like(mask_T)
         now_T = log_probs_T.detach()
         if config.ratio_band:
-            ratio_T = (now_T - micro.rollout_log_probs).exp()
+            ratio_T = (now_T - engine_T).exp()
             outside_T = mask_T & (ratio_T != ratio_T.clamp(*config.ratio_band))
         if config.probability_band:
-            moved_T = (now_T.exp() - micro.rollout_log_probs.exp()) * micro.advantages.sign()
+            moved_T = (now_T.exp() - engine_T.exp()) * advantages_T.sign()
             outside_T = outside_T | (mask_T & (moved_T > config.probability_band))
         weights_T = weights_T * ~outside_T
 
         # PPO's objective
         loss, clipped, dual = policy_loss(
             log_probs_T,
-            micro.old_log_probs,
-            micro.advantages,
+            old_T,
+            advantages_T,
             mask_T,
             weights_T,
             config.clip_ratio_low,
@@ -2439,7 +2193,7 @@ class PolicyWorker:
         )
 
         # a term without a coefficient is left out, even if it is NaN
-        ref_kl_T = kl_penalty(log_probs_T, micro.ref_log_probs, config.kl_loss_type)
+        ref_kl_T = kl_penalty(log_probs_T, ref_T, config.kl_loss_type)
         whole = loss
         if config.kl_loss_coef:
             whole = whole + config.kl_loss_coef * (micro.weights * ref_kl_T).sum()
@@ -2451,12 +2205,90 @@ class PolicyWorker:
             "pg_clipfrac": clipped,
             "pg_clipfrac_lower": dual,
             "pg_outside": outside_T.sum(),
-            "ppo_kl": (micro.old_log_probs - log_probs_T).sum(),
+            "ppo_kl": (old_T - log_probs_T).sum(),
             "kl_loss": ref_kl_T.sum(),
             "entropy": entropy_T.sum(),
             "actions": mask_T.sum(),
         }
         return whole, {name: x.detach().double() for name, x in sums.items()}
+
+
+class PolicyWorker(critic_fsdp.CriticWorker):
+    """A policy as a worker like the critic's; the reference (trains=False) has no optimizer."""
+
+    def __init__(self, run, task, device, trains=True):
+        self.run = run
+        self.config = run.actor
+        self.model_config = task.model_config
+        self.device = device
+        critic_fsdp.check_auto(run.actor, device)
+        self.layout = critic_fsdp.make_layout(run.actor, device)
+        self.offloaded = False
+        self.away = []  # what is on the host meanwhile, see common.offload
+        self.moments_away = []
+        self.halvings = 0
+        self.guest = None  # a critic that shares the base
+        self.old_log_probs = None  # (T,) of the newest update's batch, from before it
+
+        self.critic = DataParallelPPOActor(run, task, self.layout, trains)  # in a critic's place
+        self.critic.between = poll
+        self.model = self.critic.model
+        if trains:
+            critic_fsdp.check_model(self)
+
+    def check_ready(self, saves=False):
+        """As of a critic. If one shares the base, it is the actor's turn from now on."""
+        super().check_ready(saves)
+        actor = self.critic
+        if actor.steps_before is not None:
+            self.model.state_dict()  # its hooks shard what the update has left gathered
+        if self.guest:
+            self.guest.check_whole(saves)
+            actor.free_gathered()
+            common.use_adapter(self.model, "default")
+            for p in actor.parameters:
+                p.requires_grad_()
+
+    @common.dp_compute_proto()
+    def compute_log_probs(self, batch, rows):
+        """(T,) float32 log-probs of the actions in the caller's rows at --temperature, else 0.
+        UserError: a row does not fit."""
+        self.check_batch(batch, rows)
+        return self.critic.compute_values(batch, rows)
+
+    def compute_log_probs_of_base(self, batch):
+        """compute_log_probs of the reference: the policy without its adapters, if it has any."""
+        without = nullcontext()
+        if self.config.lora_rank:
+            from peft.helpers import rescale_adapter_scale
+
+            without = rescale_adapter_scale(self.model, 0)
+        with without:
+            return self.compute_log_probs(batch)
+
+    @common.dp_compute_proto(
+        needs=("rollout_log_probs", "advantages"), may_have=("old_log_probs", "ref_log_probs")
+    )
+    def update_policy(self, batch, rows):
+        """PPO epochs over mini-batches of all ranks' Rows, one optimizer step each -> metrics.
+
+        A batch without old log-probs gets those of the only step; without the reference's, they are
+        the old ones. UserError: a row does not fit."""
+        self.check_batch(batch, rows)
+        common.onload(self.moments_away)
+
+        # what the model has said before the update is in `values`
+        batch = replace(batch, values=batch.old_log_probs, old_log_probs=None)
+        metrics = self.critic.update_critic(batch, rows)
+        self.old_log_probs = batch.values
+        return metrics
+
+    def move(self):
+        """As of a critic, but the optimizer's state stays on the host until an update or a
+        checkpoint needs it."""
+        if self.offloaded and self.critic.optimizer:
+            self.moments_away += common.offload(common.optimizer_moments(self.critic.optimizer))
+        super().move()
 
     # ---- weights and checkpoints
 
@@ -2476,45 +2308,28 @@ class PolicyWorker:
         stored = lm.state_dict()
         yield from ((name, x) for name, x in lm.named_buffers() if name in stored)
 
-    def checkpoint_tensors(self):
-        """All state as one flat dict of tensors, which share memory with model and optimizer. With
-        adapters, the model that they belong to is not part of it."""
-        self.check_ready(saves=True)
-        common.onload(self.moments_away)
-        tensors = {}
+    def own_weights(self, state):
+        """Of the model's state dict, what a checkpoint holds: each weight once, or the adapters."""
+        own = {}
         for name, p in self.model.named_parameters():
-            if self.config.lora_rank and p not in self.optimizer.state:
-                continue
-            tensors[f"model.{name}"] = p.detach()
-            for key, x in self.optimizer.state.get(p, {}).items():
-                tensors[f"optimizer.{name}.{key}"] = x
-        return tensors
+            if p.requires_grad or not self.config.lora_rank:
+                own[name] = state[name]
+        return own
 
     def checkpoint_writer(self, copy=False):
-        """-> write(tmp, group), which saves the current state. copy: from a snapshot."""
-        tensors = self.checkpoint_tensors()
-        if copy:
-            tensors = {name: x.to("cpu", copy=True) for name, x in tensors.items()}
-        state = {
-            "updates": self.updates,
-            "optimizer_steps": self.optimizer_steps,
-            "shape": self.shape,
-        }
-
-        def write(tmp, group=None):
-            common.write_tensors(tmp, tensors, group)
-            common.write_json(f"{tmp}/trainer.json", state)
-
-        return write
+        """As of a critic."""
+        common.onload(self.moments_away)
+        return super().checkpoint_writer(copy)
 
     def load_checkpoint(self, folder):
-        """Restores a checkpoint of any world size. UserError: damaged or of another model."""
-        self.check_ready()
-        saved = common.open_checkpoint(folder, self.shape)
-        with blame(f"--resume {folder}: does not fit this actor"):
-            dcp.load(self.checkpoint_tensors(), storage_reader=dcp.HuggingFaceStorageReader(folder))
-        self.updates = saved["updates"]
-        self.optimizer_steps = saved["optimizer_steps"]
+        """As of a critic."""
+        common.onload(self.moments_away)
+        super().load_checkpoint(folder)
+
+    def shape(self):
+        """What a checkpoint and the run that resumes it must have in common."""
+        more = {"weights of the reference": self.critic.checksum}
+        return common.shape_of(self.model_config, more | critic_fsdp.what_trains(self.config))
 
     def export_hf(self, folder, tokenizer):
         """Writes a Hugging Face folder (a collective); rank 0 gathers the weights."""
@@ -2523,8 +2338,14 @@ class PolicyWorker:
             if RANK == 0:
                 self.model.lm.save_pretrained(tmp, state_dict=state)
                 tokenizer.save_pretrained(tmp)
-                if self.images:
-                    self.images.processor.save_pretrained(tmp)
+                if self.critic.image_processor:
+                    self.critic.image_processor.save_pretrained(tmp)
+
+
+def add_adapters_of_critic(backbone, critic):
+    """Adapters for a critic that shares the actor's base. They rest until it takes its turn."""
+    common.add_lora(backbone, critic, critic.seed, critic_fsdp.ADAPTER)
+    common.use_adapter(backbone, "default")
 
 
 def checksum_of(model):
@@ -3339,6 +3160,7 @@ def check_layout(run):
     size = run.vllm.tensor_parallel_size
     if WORLD_SIZE % size:
         raise UserError(f"--vllm.tensor-parallel-size {size}: must divide the {WORLD_SIZE} ranks")
+    critic_fsdp.check_layout(run.actor, WORLD_SIZE)
     critic_module(run.backend).check_layout(run.critic, WORLD_SIZE)
 
 

@@ -549,7 +549,7 @@ SLOW_IN = {
     "rollout": ("ppo_loop.draw", 1, 1), "reward": ("ppo_loop.ask_all", 1, 1),
     "evaluation": ("ppo_loop.draw", 2, 2), "log-probs": ("ppo_loop:Policy.forward", 1, 1),
     "values": ("critic_fsdp:DataParallelPPOCritic.forward", 1, 1),
-    "update": ("ppo_loop:PolicyWorker.step", 1, 2),
+    "update": ("ppo_loop:DataParallelPPOActor.optimizer_step", 1, 2),
 }  # fmt: skip
 
 

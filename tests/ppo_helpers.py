@@ -137,7 +137,7 @@ def add_columns(w, batch, seed=0):
 def engine_of(w, stop=(EOS,), at_once=100, top_p=1.0, known=None):
     """The rollout engine with the actor's weights."""
     run = a_run(actor=w.config, top_p=top_p, rollout_batch_size=at_once)
-    media = {"images": w.images, "media_ids": w.model.task.media_ids}
+    media = {"images": w.critic.task.images, "media_ids": w.model.task.media_ids}
     task = a_task(model_config=w.model_config, stop_ids=list(stop), known=known, **media)
     engine = HFRollout(run, task, w.device)
     engine.sync(w.weights(torch.float32))

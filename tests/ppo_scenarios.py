@@ -38,6 +38,7 @@ TP_2 = ("--critic", "megatron", "--critic.tensor-model-parallel-size", "2")
 GOLDEN = {  # the same run on these ranks with these flags
     "fsdp 1": (1, ()),
     "fsdp 2": (2, ()),
+    "fsdp 2, actor ulysses 2": (2, ("--actor.ulysses-size", "2", "--critic.fsdp-size", "1")),
     "megatron tp 2": (2, TP_2),
     "megatron tp 2 pp 2": (4, (*TP_2, "--critic.pipeline-model-parallel-size", "2")),
 }
@@ -305,17 +306,38 @@ def probes(folder):
             torch.testing.assert_close(critic[key], actor[key], rtol=0, atol=0)
 
 
+LAYOUTS_OF_ACTORS = {  # how two ranks may make the update of one
+    "row by row, split by heads": {"ulysses_size": 2},
+    "replicas": {"fsdp_size": 1},
+    "a copy on each rank": {"strategy": "none"},
+    "on the host": {"offload_policy": True},
+    "activations on the host": {"activation_offload": True},
+    "few gathers": {"keep_gathered": True, "defer_grad_sync": True},
+    "padded": {"use_remove_padding": False},
+    "prompts for each row": {"share_prompts": False},
+    "a measured budget": {"ppo_max_token_len_per_gpu": "auto:0.02"},
+}
+
+
 def update_of_the_actor(folder):
-    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank."""
+    """Gradients before clipping, norm, metrics and weights of an update equal those of one rank, in
+    every layout."""
     cut = {"ppo_max_token_len_per_gpu": 48, "loss_agg_mode": "seq-mean-token-mean"}
-    for name, n, fields in (
-        ("21 rows", 21, {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}),
-        ("small micro-batches", 21, cut),
-        ("2 rows", 2, {"gradient_checkpointing": True}),  # some of 4 ranks have none
-        ("21 rows, adapters", 21, {"lora_rank": 8, "kl_loss_coef": 0.1}),
-    ):
+    whole = {"entropy_coeff": 0.01, "kl_loss_coef": 0.1}
+    cases = [
+        ("21 rows", 21, whole, {}),
+        ("small micro-batches", 21, cut, {}),
+        ("2 rows", 2, {"gradient_checkpointing": True}, {}),  # some of 4 ranks have none
+        ("21 rows, adapters", 21, {"lora_rank": 8, "kl_loss_coef": 0.1}, {}),
+        ("21 rows, some weights frozen", 21, {"freeze_modules": r"embed_tokens|0\.mlp"}, {}),
+    ]
+    if common.WORLD_SIZE == 2:
+        cases += [("21 rows", 21, whole, layout) for layout in LAYOUTS_OF_ACTORS.values()]
+        cases.append(("small micro-batches", 21, cut, {"ulysses_size": 2}))
+        cases.append(("21 rows, adapters", 21, cases[3][2], {"ulysses_size": 2}))
+    for name, n, fields, layout in cases:
         path = folder / f"update of {name}.pt"
-        ours = one_update(path, n, fields)
+        ours = one_update(path, n, fields | layout)
         norm = math.sqrt(sum(float(x.double().square().sum()) for x in ours["gradients"].values()))
         assert off(norm, ours["metrics"]["actor/grad_norm"]) < 1e-6
         if common.WORLD_SIZE == 1:

@@ -228,8 +228,9 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
 
     halved = types.SimpleNamespace(folder=None, halvings=9)
     actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
-    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 9
-    assert actor.max_tokens_forward == reference.max_tokens_forward == 2 * 16384 >> 9
+    assert actor.critic.max_tokens == critic.critic.max_tokens == 16384 >> 9
+    for worker in (actor, reference):
+        assert worker.critic.max_tokens_forward == 2 * 16384 >> 9
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     assert "answers " not in capsys.readouterr().out

@@ -26,6 +26,7 @@ from ppo_helpers import (
 from reference import loss_by_hand, loss_of_one_action
 
 import common
+import critic_fsdp
 import ppo_loop
 from common import UserError
 from ppo_loop import ActorConfig
@@ -103,12 +104,12 @@ def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temp
 
     log_probs_T = w.compute_log_probs(batch)
     with torch.no_grad():
-        together_T, ours_T = w.model(w.micro_batch(batch), temperature)
+        together_T, ours_T = w.critic.forward(w.critic.micro_batch(batch)).unbind(1)
     for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
 
     reference = policy(kind, temperature, trains=False, **fields)
-    assert reference.optimizer is None
+    assert reference.critic.optimizer is None
     assert not any(p.requires_grad for p in reference.model.parameters())
     assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
 
@@ -134,7 +135,7 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
 ):
     w, batch, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
-    assert len(w.plan_micro_batches(rows, w.max_tokens).sizes[0]) > 1
+    assert len(w.critic.plan_micro_batches(rows, w.critic.max_tokens).sizes[0]) > 1
     assert sum(common.costs(rows, batch.groups())) < len(batch.input_ids)
     loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
     loss.backward()
@@ -187,8 +188,8 @@ def test_without_old_log_probs_an_update_is_one_step():
     w.update_policy(dataclasses.replace(few, response_mask=~few.response_mask & False))
     assert torch.equal(w.old_log_probs, 0 * batch.advantages)
     for fields in (dict(ppo_mini_batch_size=len(batch) - 1), dict(ppo_epochs=2)):
-        words = "an update of 2 optimizer steps needs those from before it"
-        with refused(words, begin="old_log_probs: are missing; "):
+        words = "an update of 2 optimizer steps needs the log-probs from before it"
+        with refused(words, begin="log-probs: is missing; "):
             policy(**fields).update_policy(few)
 
 
@@ -213,7 +214,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
     whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
-    assert len(whole.plan_micro_batches(common.describe(batch), 10_000).sizes[0]) == 1
+    assert len(whole.critic.plan_micro_batches(common.describe(batch), 10_000).sizes[0]) == 1
     with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
     [ours], [theirs] = seen, seen_whole
@@ -229,9 +230,9 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
     for entropy_coeff, kl_coef in ((0.0, 0.0), (0.1, 0.0), (0.0, 0.1)):
         w = policy(entropy_coeff=entropy_coeff, kl_loss_coef=kl_coef)
         hidden_CD = torch.randn(5, 64, requires_grad=True)
-        alone = ppo_loop.Policy(plain(w), a_task(), w.model.entropy_learns)  # without shards
+        alone = ppo_loop.Policy(w.run, a_task(), plain(w))  # without shards
         outputs = transformers.modeling_outputs.BaseModelOutputWithPast
-        _, entropy_C = alone.read(outputs, hidden_CD, torch.arange(5), 1.0)
+        _, entropy_C = alone.read(outputs, hidden_CD, torch.arange(5)).unbind(1)
         assert entropy_C.requires_grad or not entropy_coeff
         (slope_CD,) = torch.autograd.grad(entropy_C.sum(), hidden_CD)
         assert (slope_CD.norm() > 0) == (entropy_coeff > 0)
@@ -239,7 +240,9 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
         batch.weights = common.loss_weights(batch, "token-mean")
         log_probs_T = batch.old_log_probs.clone().requires_grad_()
         batch.ref_log_probs = batch.ref_log_probs * math.nan
-        loss, _ = w.loss(batch, log_probs_T, log_probs_T * (math.nan if kl_coef == 0 else 1.0))
+        entropy_T = log_probs_T * (math.nan if kl_coef == 0 else 1.0)
+        micro = w.critic.micro_batch(dataclasses.replace(batch, values=batch.old_log_probs))
+        loss, _ = w.critic.loss(torch.stack([log_probs_T, entropy_T], 1), micro)
         assert loss.isfinite() == (entropy_coeff == kl_coef == 0)
 
 
@@ -247,8 +250,9 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     """An order that depends only on seed, update and epoch."""
     w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
     seen = []
-    note = lambda batch, mini, totals, done: seen.append(mini.row_id.tolist()) or 1.0
-    monkeypatch.setattr(w, "step", note)
+    cut = w.critic.mini_batch
+    note = lambda batch, mini: seen.append(mini.row_id.tolist()) or cut(batch, mini)
+    monkeypatch.setattr(w.critic, "mini_batch", note)
     batch = batch_to_learn(w)
     for _ in range(2):
         w.update_policy(batch)
@@ -260,7 +264,9 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
 
 def state_of(w):
     """name -> full tensor, for all weights and optimizer state."""
-    return {name: full_tensor(x).clone() for name, x in w.checkpoint_tensors().items()}
+    own = (w.critic.model, w.critic.optimizer, w.own_weights)
+    tensors, _, _ = critic_fsdp.checkpoint_tensors(*own)
+    return {name: full_tensor(x).clone() for name, x in tensors.items()}
 
 
 def same(a, b):
@@ -294,7 +300,9 @@ def test_a_checkpoint_restores_every_bit(kind, tmp_path):
     again.offload()
     again.onload()
     assert tied(again.model.lm) == (kind in TIED)
-    assert (again.updates, again.optimizer_steps) == (1, 3) and same(state_of(again), saved)
+    assert (again.critic.updates, again.critic.optimizer_steps) == (1, 3) and same(
+        state_of(again), saved
+    )
     assert again.update_policy(batch) == metrics and same(state_of(w), state_of(again))
     assert metrics["actor/lr"] == pytest.approx(1e-3 * 6 / 10)  # the sixth step of the warm-up
 
@@ -308,13 +316,13 @@ def test_an_actor_notices_another_model_meanwhile_and_other_attention(monkeypatc
     """The other one runs before the backward, which may rerun layers."""
     w, again = policy(), policy()
     batch = batch_to_learn(w)
-    loss = w.loss
+    loss = w.critic.loss
 
     def loss_after_another(*args):
         common.CurrentPack.set(common.Pack([1], "cpu"))
         return loss(*args)
 
-    monkeypatch.setattr(w, "loss", loss_after_another)
+    monkeypatch.setattr(w.critic, "loss", loss_after_another)
     with pytest.raises(RuntimeError, match="^another model has run meanwhile"):
         w.update_policy(batch)
 
@@ -324,19 +332,17 @@ def test_an_actor_notices_another_model_meanwhile_and_other_attention(monkeypatc
 
 
 def test_a_row_above_the_budget_is_refused():
-    w = policy()
-    batch = batch_to_learn(w, 4)
-    longest, _ = batch.longest
-    words = f"a row has {longest} tokens, but a micro-batch takes {longest - 1}"
-    w.max_tokens_forward = longest - 1
-    w.max_tokens = longest - 1
-    for call in (w.compute_log_probs, w.update_policy):
-        with refused(words):
-            call(batch)
+    batch = batch_to_learn(policy(), 4)
+    longest, row = batch.longest
+    for budget in ("ppo", "forward"):
+        w = policy(**{f"{budget}_max_token_len_per_gpu": longest - 1})
+        flag = f"--actor.{budget}-max-token-len-per-gpu {longest - 1}"
+        for call in (w.compute_log_probs, w.update_policy):
+            with refused(f"{flag}: row {row} has {longest} tokens; give {longest}"):
+                call(batch)
 
-    # it has not begun an update
-    w.max_tokens = longest
-    w.update_policy(batch)
+        # it has not begun an update
+        w.update_policy(batch.select([i for i, n in enumerate(batch.lengths) if n < longest]))
 
 
 @pytest.mark.parametrize("place", ["forward", "backward", "step"])
@@ -346,9 +352,9 @@ def test_after_an_update_that_fails_an_actor_saves_only_what_was_before_it(place
     batch = batch_to_learn(w)
     for one in (w, whole):
         one.update_policy(batch)
-    count = len(w.plan_micro_batches(common.describe(batch), w.max_tokens).sizes[0])
+    count = len(w.critic.plan_micro_batches(common.describe(batch), w.critic.max_tokens).sizes[0])
     assert count > 1
-    with interrupted_in(w, place, count):
+    with interrupted_in(w.critic, place, count):
         w.update_policy(batch)
 
     refused = [lambda: w.update_policy(batch), lambda: w.compute_log_probs(batch)]

@@ -17,7 +17,7 @@ import common
 import critic_fsdp
 import ppo_loop
 from common import UserError
-from ppo_loop import ActorConfig, PolicyWorker
+from ppo_loop import ActorConfig
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
@@ -353,7 +353,7 @@ PHASES = [  # a call of the second step, of this number
     ("reference", ppo_loop.Policy, "forward", 4, 1),
     ("values", critic_fsdp.DataParallelPPOCritic, "forward", 2, 1),
     ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
-    ("update of the actor", PolicyWorker, "step", 1, 2),
+    ("update of the actor", ppo_loop.DataParallelPPOActor, "optimizer_step", 1, 2),
 ]
 SLOW = [pytest.param(*x, marks=pytest.mark.slow) for x in PHASES if x[0] != "update of the critic"]
 

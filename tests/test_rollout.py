@@ -374,7 +374,8 @@ def test_ids_of_images_are_never_drawn_and_have_no_probability():
     replies = engine.generate([([20, 30, 40], i, 4) for i in range(400)], 1.0)
     assert_no_media(replies, w, plain(w), ids)
 
-    _, entropy_T = w.model(w.micro_batch(batch_of([[20, 30, 40]] * 400, replies)), 1.0)
+    micro = w.critic.micro_batch(batch_of([[20, 30, 40]] * 400, replies))
+    _, entropy_T = w.critic.forward(micro).unbind(1)
     entropy_T.sum().backward()
     gradients = [p.grad.full_tensor() for p in w.model.parameters()]
     assert entropy_T.max() > 1 and all(g.isfinite().all() for g in gradients)
@@ -383,17 +384,17 @@ def test_ids_of_images_are_never_drawn_and_have_no_probability():
 def test_rollout_log_probs_and_update_show_how_far_they_are(terminal):
     """Of a rollout that ends early, the rest counts as done."""
     w = policy(ppo_mini_batch_size=4, ppo_epochs=2)
-    w.max_tokens = 64
-    w.max_tokens_forward = 50
+    w.critic.max_tokens = 64
+    w.critic.max_tokens_forward = 50
     batch = batch_to_learn(w, n=8)
     terminal.truncate(0)
     shown = lambda what: re.findall(rf"{what}: +\d+%\|.*?\| (\d+)/(\d+) ", terminal.getvalue())
 
     w.compute_log_probs(batch)
-    n = len(w.plan_micro_batches(common.describe(batch), 50).sizes[0])
+    n = len(w.critic.plan_micro_batches(common.describe(batch), 50).sizes[0])
     assert n > 2 and shown("log-probs") == [(f"{i}", f"{n}") for i in range(n + 1)]
 
     w.update_policy(batch)
-    assert len(said := shown("policy")) > 5 and said[-1] == ("16", "16")
+    assert len(said := shown("update")) > 5 and said[-1] == ("16", "16")
     engine_of(w, at_once=2).generate([([20, 30], 0, 5), ([20], 1, 7), ([40], 2, 4)], 0.0)
     assert shown("rollout")[-1] == ("11", "11")

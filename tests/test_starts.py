@@ -670,12 +670,12 @@ def test_everything_is_halved_after_memory_ran_out(tmp_path):
     actor, reference, critic, reward, engine = ppo_loop.build(
         *task_of, common.setup_distributed(), halved
     )
-    assert actor.max_tokens == critic.critic.max_tokens == 16384 >> 3
+    assert actor.critic.max_tokens == critic.critic.max_tokens == 16384 >> 3
     assert engine.run.rollout_batch_size == 100 >> 3
     reward.worker.compute_values(random_batch(3, vocab_size=60))
     assert reward.worker.critic.max_tokens == 16384 >> 3
-    for halved in (actor, reference, critic.critic, reward.worker.critic):
-        assert halved.max_tokens_forward == 2 * 16384 >> 3
+    for halved in (actor, reference, critic, reward.worker):
+        assert halved.critic.max_tokens_forward == 2 * 16384 >> 3
 
 
 def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):

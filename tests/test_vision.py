@@ -469,7 +469,7 @@ def test_an_actor_learns_from_images_as_transformers_in_float64(name, folders):
     """Log-probs of packed rows, also those of a reference, and the gradient of every weight, those
     of the tower too. Some micro-batches have no image."""
     w = an_actor(folders[name], temperature=0.7, entropy_coeff=0.1, ppo_max_token_len_per_gpu=60)
-    assert len(w.plan_micro_batches(common.describe(ROWS), 60).sizes[0]) > 2
+    assert len(w.critic.plan_micro_batches(common.describe(ROWS), 60).sizes[0]) > 2
     batch = add_columns(w, ROWS)
     lm = plain(w, torch.float64)
     loss, _, expected_T, _ = loss_by_hand(reads_rows(lm), batch, w.run)
@@ -492,7 +492,7 @@ def test_an_actor_learns_from_images_as_transformers_in_float64(name, folders):
 
 def load_prompts(path, w, **fields):
     run = a_run(actor=w.config, prompts=str(path), reward="mine.py:f", **fields)
-    return ppo_loop.load_prompts(str(path), "--prompts", run, TOKENIZER, w.images)
+    return ppo_loop.load_prompts(str(path), "--prompts", run, TOKENIZER, w.critic.task.images)
 
 
 def with_pixels(ids, pixels):
@@ -511,7 +511,7 @@ def test_a_rollout_with_images_is_that_of_transformers_row_by_row(name, folders,
     rows = [(prompt.ids, seed, 9) for seed, prompt in enumerate(prompts)]
     engine = engine_of(w, stop=())
     lm = plain(w)
-    processor = w.images.processor
+    processor = w.critic.task.images.processor
 
     greedy = engine.generate(rows, 0.0, images)
     sampled = engine.generate(rows, 1.0, images)
@@ -578,7 +578,9 @@ def test_a_chat_shows_images_where_its_template_puts_them(rollouts):
     row = {"prompt": chat, "images": ["b.png"]}
     rollouts.write_text(json.dumps(row))
     run = a_run(prompts=str(rollouts), reward="mine.py:f", actor=w.config)
-    (prompt,) = ppo_loop.load_prompts(str(rollouts), "--prompts", run, tokenizer, w.images)
+    (prompt,) = ppo_loop.load_prompts(
+        str(rollouts), "--prompts", run, tokenizer, w.critic.task.images
+    )
     expected = tokenizer.encode("s;a") + [START, *[IMAGE] * 8, END] + tokenizer.encode("b;")
     assert (prompt.ids, prompt.text) == (expected, "ab")
     assert prompt.images == [str(rollouts.parent / "b.png")]

@@ -77,7 +77,7 @@ def engine_of(
         known=known,
         prompts=list(prompts),
         held_out=[],
-        images=w.images,
+        images=w.critic.task.images,
         media_ids=w.model.task.media_ids,
     )
     engine = ppo_loop.VLLMRollout(run, task, w.device)
@@ -428,7 +428,7 @@ def images(folder, size=1):
         names = {"tokenizer": str(folder / "tokenizer"), "override_config": overrides}
         w = tests.policy(kind, images=True, **names)
         run = tests.a_run(actor=w.config)
-        prompts = ppo_loop.load_prompts(path, "--prompts", run, tokenizer, w.images)
+        prompts = ppo_loop.load_prompts(path, "--prompts", run, tokenizer, w.critic.task.images)
         files = [prompt.images for prompt in prompts]
         rows = [(prompt.ids, seed, 8) for seed, prompt in enumerate(prompts)]
 
