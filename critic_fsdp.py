@@ -77,7 +77,7 @@ class Config:
     value_range: tuple[Edge, Edge] | None = None
     # regular expression; weights with a match in their name are frozen
     freeze_modules: Text | None = None
-    lora_rank: Count = 0  # train only the value head and LoRA adapters of this rank (0: no LoRA)
+    lora_rank: Count = 0  # train only LoRA adapters of this rank and a value head (0: no LoRA)
     lora_alpha: Rate = 16.0  # LoRA adapters are scaled by alpha / rank
     seed: Seed = 0  # random seed of new weights, the value head, every shuffle and the toy's rows
 
@@ -110,9 +110,9 @@ class Config:
     # ---- batches
 
     ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
-    # max tokens per micro-batch (auto[:GIB]: what fits; None: auto on a GPU, 16384 elsewhere)
+    # max tokens per micro-batch (auto[:GIB]: what fits; None: 16384, but auto on a GPU without PPO)
     ppo_max_token_len_per_gpu: Positive | Auto | None = None
-    # the same for values, which keep no activations for a backward (None: twice as many)
+    # the same where no backward needs activations (None: twice as many)
     forward_max_token_len_per_gpu: Positive | None = None
     ppo_epochs: Positive = 1  # passes over the rows of one update
     # cut mini-batches in random order (by seed, update, epoch), not in row order

@@ -161,21 +161,11 @@ class ActorConfig(critic_fsdp.Config):
     seed: tyro.conf.Suppress[Seed] = 0
     timeout_minutes: tyro.conf.Suppress[float] = 30.0
 
-    # ---- model and layout
+    # ---- what has another default or choice
 
-    lora_rank: Count = 0  # train only LoRA adapters of this rank (0: no LoRA)
-    # how to shard weights (none: a full copy per rank)
-    strategy: Literal["fsdp2", "none"] = "fsdp2"
-    # keep weights, gradients and optimizer state on the host
-    offload_policy: bool = False
-
-    # ---- batches
-
+    strategy: Literal["fsdp2", "none"] = "fsdp2"  # how to shard weights (none: a copy per rank)
     ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
-    # max tokens per micro-batch (auto[:GIB]: what fits; None: 16384, or the longest row)
-    ppo_max_token_len_per_gpu: Positive | critic_fsdp.Auto | None = None
-    # the same for log-probs, which keep no activations for a backward (None: twice as many)
-    forward_max_token_len_per_gpu: Positive | None = None
+    lr: Rate | None = None  # peak learning rate (None: 5e-4 for addition, else 1e-6)
 
     # ---- loss
 
@@ -192,10 +182,6 @@ class ActorConfig(critic_fsdp.Config):
     ratio_band: tuple[Rate, Rate] | None = None
     # drop tokens that the update would move further, if |p_actor - p_engine| is above this already
     probability_band: Share | None = None
-
-    # ---- optimizer
-
-    lr: Rate | None = None  # peak learning rate (None: 5e-4 for addition, else 1e-6)
 
     def __post_init__(self):
         """ValueError names the flags that do not go together."""
@@ -1805,7 +1791,7 @@ def images_of(run, config, model_config):
     """The Images of a model that reads some, else None."""
     if run.backend == "megatron":
         return None
-    processor = critic_module(run.backend).load_image_processor(config, model_config)
+    processor = critic_fsdp.load_image_processor(config, model_config)
     if processor is None:
         return None
     return Images(processor, model_config.image_token_id)
@@ -1829,7 +1815,7 @@ def with_placeholders(ids, row, run, images, folder):
         raise UserError(common.fault_of_row(error, row)) from None
     rollout.prompt_ids = ids
     rollout.response_ids = []
-    critic_module(run.backend).place_images(*images, rollout, folder)
+    critic_fsdp.place_images(*images, rollout, folder)
     return rollout.prompt_ids, rollout.images or None
 
 
@@ -1844,7 +1830,7 @@ def pixels_of(images, run, reader):
     names = list(chain(*filter(None, images)))
     if not names:
         return {}
-    return critic_module(run.backend).read_images({"images": names}, reader.processor)
+    return critic_fsdp.read_images({"images": names}, reader.processor)
 
 
 # ---- Policy maths --------------------------------------------------------------------------------

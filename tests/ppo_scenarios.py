@@ -412,7 +412,8 @@ def one_update(path, n, fields):
     }
 
 
-FAMILIES = ("qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid", "cohere2", "mistral3")
+FAMILIES = ("qwen3_5", "lfm2", "nemotron_h", "granitemoehybrid", "cohere2", "mistral3", "bloom")
+PADDED = {"bloom": ("--actor.no-use-remove-padding", "--critic.no-use-remove-padding")}
 
 
 def make_families(folder):
@@ -428,11 +429,12 @@ def make_families(folder):
 
 def runs_with_a_family(folder, kind):
     """Three steps with an actor, a reference and a critic of a family with recurrent layers, a
-    scale of its logits, or a vision tower. Rollout and actor agree."""
+    scale of its logits, a vision tower, or rows that cannot be packed. Rollout and actor agree."""
     out = folder / f"run of {kind}"
     flags = ("--supervised-steps", "0", "--steps", "3", "--kl-coef", "0.01", "--eval-every", "0")
     flags += ("--critic.value-head-init", "normal")  # else no answer is better than expected
     own = ("--actor.model", str(folder / kind), "--out-dir", str(out))
+    flags += PADDED.get(kind, ())
     ppo_loop.main(ppo_loop.parse([*own, *flags, "--train-batch-size", "16"]))
 
     steps = steps_of(out)
