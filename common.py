@@ -3980,8 +3980,9 @@ def bytes_taken(call, batch):
 
 
 def optimizer_moments(optimizer):
-    """The tensors of a torch optimizer's state, but its step counts, which are scalars."""
-    states = optimizer.state.values()
+    """The tensors of a torch optimizer's state, but its step counts, which are scalars. None: of a
+    model that does not train."""
+    states = optimizer.state.values() if optimizer else ()
     return [x for state in states for name, x in state.items() if name != "step"]
 
 

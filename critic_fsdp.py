@@ -1304,9 +1304,9 @@ def check_auto(config, device):
 # ---- Checkpoints and export ----------------------------------------------------------------------
 
 
-def checkpoint_tensors(model, optimizer, own_weights):
+def checkpoint_tensors(model, optimizer, own_weights=dict):
     """All state as one flat dict of tensors, and the two state dicts that hold these tensors.
-    own_weights: picks what is saved of the model's state dict."""
+    own_weights: picks what is saved of the model's state dict (dict: all)."""
     fresh = not optimizer.state
     optimizer.zero_grad()  # with gradients, get_state_dict would create no state
     model_state, optimizer_state = state_dict.get_state_dict(model, optimizer)

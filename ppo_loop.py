@@ -2272,7 +2272,7 @@ class PolicyWorker(critic_fsdp.CriticWorker):
     def move(self):
         """As of a critic, but the optimizer's state stays on the host until an update or a
         checkpoint needs it."""
-        if self.offloaded and self.critic.optimizer:
+        if self.offloaded:
             self.moments_away += common.offload(common.optimizer_moments(self.critic.optimizer))
         super().move()
 

@@ -198,6 +198,7 @@ def explained(boxes, *kinds):
         prefix = getattr(kind, "prefix", "--")
         names += [prefix + field.name.replace("_", "-") for field in dataclasses.fields(kind)]
     groups = {"--critic", "--actor", "--vllm", "--backend"}
+    groups |= {"--actor.seed", "--actor.timeout-minutes"}  # are those of the run
     assert set(names) - groups == set(ours) - groups
     for words in ours.values():
         assert re.fullmatch(r".{8,} \(default: .*\) ", words) and "----" not in words, words
