@@ -425,7 +425,7 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def build_value_model(skeleton, config, model_config, layout):
+def build_value_model(skeleton, config, model_config, layout, read=read_weights):
     """(the skeleton as a sharded ValueModel with its weights, words on their origin). Only rank 0
     reads the weights, and it sends each rank its shards."""
     if layout.backbone:
@@ -433,7 +433,7 @@ def build_value_model(skeleton, config, model_config, layout):
     source = None
     origin = ""
     if RANK == 0:
-        source, origin = read_weights(config, model_config)
+        source, origin = read(config, model_config)
 
     shard = shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2
     model = shard(skeleton, config, layout)

@@ -2049,56 +2049,60 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
         images = self.task.images
         self.image_processor = images.processor if images else None
         self.outputs = 2  # log-probs and entropies
+        self.checksum = 0.0  # of the weights that a resumed run must load again
         self.compiled = False
 
-        # the model without weights on all ranks, and with them on rank 0's host
-        kind = policy_class(model_config)
-        wrap = partial(Policy, run, self.task)
-        policy = critic_fsdp.build_skeleton(config, model_config, kind, wrap)
-        lm = policy.lm
-        source = None
-        if RANK == 0:
-            source, _ = common.load_model(kind, config, model_config, config.seed)
-            lm.generation_config = GenerationConfig(eos_token_id=self.task.stop_ids)  # to export
-
-        # a resumed run must load the same reference, and adapters the same model
-        self.checksum = 0.0
-        if run.uses_reference or config.lora_rank:
-            self.checksum = of_all_ranks(checksum_of(source))[0]
-
-        # what trains, and what does not
-        if source:
-            common.add_lora(source.base_model, config, config.seed)
-        if run.share_base and config.lora_rank:
-            for model in filter(None, (lm, source)):
-                add_adapters_of_critic(model.base_model, run.critic)
+        # the model, and what of it trains
+        policy = critic_fsdp.build_skeleton(
+            config, model_config, policy_class(model_config), partial(Policy, run, self.task)
+        )
+        self.add_adapters_of_critic(policy.lm)
         for name, p in policy.named_parameters():
             if not self.trains or (config.lora_rank and ".lora_" not in name):
                 p.requires_grad_(False)
-        has_tower = not images and common.freeze_towers(lm)
+        has_tower = not images and common.freeze_towers(policy.lm)
         count, trained = critic_fsdp.count_parameters(policy)
+
+        # spread it, with its weights
+        self.model, origin = critic_fsdp.build_value_model(
+            policy, config, model_config, layout, self.read_policy
+        )
+        self.model.lm.tie_weights()  # spreading has untied them
+        self.model.lm.generation_config = GenerationConfig(eos_token_id=self.task.stop_ids)
+        self.checksum = of_all_ranks(self.checksum)[0]
+        if run.share_base:
+            self.prepare_base()
+
+        # say so
         name = "actor    " if self.trains else "reference"
-        size = f"{count:,} parameters, {trained:,} of them train"
+        size = f"{count:,} parameters, {trained:,} of them train: {origin}"
         print0(f"{name}  {config.model} ({model_config.model_type}), {size}")
         if has_tower and self.trains:
             print0("images     are not read; the vision tower stays as it is")
-
-        # spread it, then send the weights
-        with blame(f"{config.prefix}model {config.model}: cannot be spread over ranks"):
-            self.model = critic_fsdp.shard_fsdp2(policy, config, layout)
-        lm.tie_weights()  # to_empty untied them
-        common.send_weights(lm, source)
-        for buffer in lm.buffers():  # --actor.offload-policy does not move buffers
-            buffer.data = buffer.to(layout.device)
-        lm.get_decoder().register_forward_pre_hook(critic_fsdp.slice_row, with_kwargs=True)
-        if run.share_base:
-            self.prepare_base()
 
         # the optimizer
         self.optimizer = None
         if self.trains:
             self.optimizer = critic_fsdp.build_optimizer(self.model, config, self.peak_lr)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+
+    def read_policy(self, config, model_config):
+        """(the policy on the host with its weights, words on their origin). Only rank 0 calls
+        it."""
+        kind = policy_class(model_config)
+        lm, origin = common.load_model(kind, config, model_config, config.seed)
+        if self.run.uses_reference or config.lora_rank:
+            self.checksum = sum(int(p.data.view(torch.int32).sum()) for p in lm.parameters())
+        common.add_lora(lm.base_model, config, config.seed)
+        self.add_adapters_of_critic(lm)
+        return Policy(self.run, self.task, lm), origin
+
+    def add_adapters_of_critic(self, lm):
+        """Adapters for a critic that shares the base. They rest until it takes its turn."""
+        critic = self.run.critic
+        if self.run.share_base and critic.lora_rank:
+            common.add_lora(lm.base_model, critic, critic.seed, critic_fsdp.ADAPTER)
+            common.use_adapter(lm.base_model, "default")
 
     def prepare_base(self):
         """For a critic on this base, whose ranks may share a row. It calls the backbone alone,
@@ -2326,19 +2330,6 @@ class PolicyWorker(critic_fsdp.CriticWorker):
                 tokenizer.save_pretrained(tmp)
                 if self.critic.image_processor:
                     self.critic.image_processor.save_pretrained(tmp)
-
-
-def add_adapters_of_critic(backbone, critic):
-    """Adapters for a critic that shares the actor's base. They rest until it takes its turn."""
-    common.add_lora(backbone, critic, critic.seed, critic_fsdp.ADAPTER)
-    common.use_adapter(backbone, "default")
-
-
-def checksum_of(model):
-    """The sum of the bits of all weights, or None without a model."""
-    if model is None:
-        return None
-    return sum(int(p.data.view(torch.int32).sum()) for p in model.parameters())
 
 
 # ---- Rollout: turns of the policy and the environment --------------------------------------------

@@ -3,8 +3,10 @@
 The sections and functions that both critics share are in test_critic_megatron.py."""
 
 import ast
+import json
 import subprocess
 
+import budget
 import pytest
 from helpers import ROOT
 
@@ -35,18 +37,15 @@ def test_the_top_level_holds_what_it_should():
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_who_imports_whom(name):
-    """common.py imports no script, a critic no other critic, and the loop only the critic that is
-    used."""
+    """common.py imports no script, a critic no other critic, and the loop the critic whose worker
+    its actor is, and the other one only if it is used. None imports from tests/."""
+    others = {file.stem for file in (ROOT / "tests").rglob("*.py")} | {"tests"}
+    others |= {"critic_fsdp", "critic_megatron", "ppo_loop"}
+    if name == "ppo_loop":
+        others.remove("critic_fsdp")
     found = {alias.name for n in nodes(name, ast.Import) for alias in n.names}
     found |= {n.module for n in nodes(name, ast.ImportFrom)}
-    assert not found & {
-        "critic_fsdp",
-        "critic_megatron",
-        "ppo_loop",
-        "tests",
-        "helpers",
-        "conftest",
-    }
+    assert not found & others
     assert ("common" in found) == (name != "common")
 
 
@@ -80,3 +79,26 @@ def test_no_utility_takes_a_whole_run():
     taken = [function.args for function in nodes("common", ast.FunctionDef)]
     names = [arg.arg for args in taken for arg in (*args.args, *args.kwonlyargs)]
     assert names and "run" not in names
+
+
+@pytest.mark.parametrize("name", json.loads(budget.FILE.read_text()))
+def test_a_script_has_the_code_that_its_budget_allows(name):
+    """Fewer code tokens lower the budget, so that it stays what the scripts have."""
+    most = json.loads(budget.FILE.read_text())[name]
+    now = budget.tokens_now()[name]
+    more = "see tests/budget.md on how to raise it"
+    assert now <= most, f"{name} has {now:,} code tokens of {most:,}: {more}"
+    fewer = "run `python tests/budget.py lower`, and commit tests/budget.json"
+    assert now >= most - 50, f"{name} has {now:,} code tokens of {most:,}: {fewer}"
+
+
+def test_an_f_string_is_one_token_and_words_for_people_are_none():
+    text = '''"""What it is."""
+x = f"{1 + 1} and {2:>{3}}"  # a comment
+
+def f():
+    """What it
+    does."""
+    return x
+'''
+    assert budget.code_tokens(text) == len("x = f def f ( ) : return x".split())
