@@ -4149,8 +4149,8 @@ def toy_truth(answer, right, wrong, error_rate):
 
 
 # ---- Numbers: what rows say before training, and what values are worth ---------------------------
-# describe_rows is printed before training; --score adds values to a file of rows, or to lines that
-# come one by one; the numbers of a critic are printed at the end, and stand on the report.
+# describe_rows is printed before training; --score adds values to a file of rows; the numbers of a
+# critic are printed at the end, and stand on the report.
 
 NUMBERS = {  # numbers in a report -> what they mean
     "explained variance": "over all actions: 1 is perfect, 0 as good as a constant",
@@ -4239,35 +4239,6 @@ def scored(lines, rows):
         if not acts and not mask[-n:].all():
             line["response_mask"] = mask[-n:].int().tolist()
         yield line
-
-
-def answer_lines(build, read, response_key=None, resume=None):
-    """Answers each line of standard input, on standard output, with what --score writes for it, or
-    with {"error": ...}, until the input ends.
-
-    build() makes a critic's worker, whose weights are those of --model; read(worker, [line]) gives
-    (rows, ...). response_key, resume: the flags, of which the second is refused."""
-    if WORLD_SIZE > 1 or resume:
-        words = "runs on one rank, and without --resume: give a folder as --model"
-        raise UserError(f"--score -: {words}")
-
-    # all else that is printed goes to standard error
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    worker = build()
-    worker.init_model(1)
-
-    # a client may wait for each answer; when it reads no more, the service ends
-    with suppress(BrokenPipeError):
-        for line in sys.stdin.buffer:
-            try:
-                rows, *_ = read(worker, [line.strip()])
-                rows.values = worker.compute_values(rows)
-                found = [*scored(rows_of_line(line, response_key), rows)]
-            except UserError as fault:
-                found = [{"error": str(fault).removeprefix("--score:1: ")}]
-            answers.writelines(f"{as_json(row)}\n" for row in found)
-            answers.flush()
 
 
 def ranks_in_prompts(rows, last_B):

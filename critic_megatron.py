@@ -184,7 +184,7 @@ class Run:
 
     rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
     eval_rollouts: Text | None = None  # to evaluate on (None: no evaluation; the toy has its own)
-    # no training: writes this file with values to out_dir/scored.jsonl; -: answers lines of stdin
+    # no training: writes this file with values to out_dir/scored.jsonl
     score: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
@@ -1498,9 +1498,6 @@ def main(run):
     config = run.critic
     if run.score:
         config = replace(config, value_head_init="checkpoint")
-    if run.score == "-":
-        read = partial(load_rows, run)
-        return common.answer_lines(lambda: CriticWorker(config), read, run.response_key, run.resume)
     worker = CriticWorker(config)
     train, held_out = load_rows(run, worker)
 
@@ -1555,10 +1552,8 @@ def main(run):
         print0(f"saved      {run.out_dir}: {files}")
 
 
-def load_rows(run, worker, lines=None):
-    """(rows to train on or to score, rows to evaluate on), from files or the toy task.
-
-    There may be no rows to evaluate on. lines: to score, instead of a file."""
+def row_reader(run, worker):
+    """common.read_rows with what this run's flags and this critic's model say of rows."""
     options = {
         "tokenizer": worker.tokenizer,
         "model_config": worker.model_config,
@@ -1567,23 +1562,28 @@ def load_rows(run, worker, lines=None):
         "chat": common.json_object("--chat-template-kwargs", run.chat_template_kwargs),
         "last_turn_only": run.last_turn_only,
     }
+    return partial(common.read_rows, **options)
 
-    # rows of files, or of the toy's program
+
+def load_rows(run, worker):
+    """(rows to train on or to score, rows to evaluate on), from files or the toy task. There may be
+    no rows to evaluate on."""
+    read = row_reader(run, worker)
     if run.score:
-        train = common.read_rows(lines or run.score, flag="--score", **options)
+        train = read(run.score, flag="--score")
         return train, train
     if run.rollouts:
-        train = common.read_rows(run.rollouts, **options)
+        train = read(run.rollouts)
         held_out = run.eval_rollouts
     else:
-        train = common.read_rows(common.toy_rows(4096, run.critic.seed), **options)
+        train = read(common.toy_rows(4096, run.critic.seed))
         tokenizer = worker.tokenizer
         held_out = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
     if run.critic.value_weights == "noise" and train.rollout_log_probs is None:
         raise UserError("--value-weights noise: some rows of --rollouts have no log_probs")
     if not held_out:
         return train, train.select([])
-    return train, common.read_rows(held_out, flag="--eval-rollouts", **options)
+    return train, read(held_out, flag="--eval-rollouts")
 
 
 def needs_values(run, size):

@@ -53,7 +53,8 @@ def test_both_scripts_have_the_same_sections_in_the_same_order():
 # class in critic_fsdp.py, class in critic_megatron.py -> functions whose source is equal
 SAME_CODE = {
     ("", ""):
-        "count_parameters spread micro_batches pack_rows check_budget needs_values learn",
+        "count_parameters spread micro_batches pack_rows check_budget load_rows needs_values"
+        " learn",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "fetch cut give_back mini_batch values loss learning_rate",
     ("CriticWorker", "CriticWorker"):
@@ -63,7 +64,7 @@ SAME_CODE = {
 SAME_SIGNATURE = {
     ("", ""):
         "check_layout build_skeleton read_weights make_layout build_value_model shift"
-        " row_sharing what_trains check_model_flags build_optimizer main load_rows",
+        " row_sharing what_trains check_model_flags build_optimizer main row_reader",
     ("DataParallelPPOCritic", "MegatronPPOCritic"):
         "__init__ plan_micro_batches micro_batch lay_out compute_values update_critic"
         " optimizer_step",
