@@ -48,7 +48,6 @@ from itertools import chain, cycle, groupby
 from math import ceil, inf, log, nan
 from os.path import exists, realpath
 from time import perf_counter, sleep
-from types import SimpleNamespace
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 if __name__ == "__main__":
@@ -292,15 +291,6 @@ class Run:
     # adapt --kl-coef to keep the mean KL per action near this (None: fixed)
     target_kl: Rate | None = None
 
-    # ---- decoding
-
-    # no training: answer the prompts to evaluate on, or else all, with as many candidates for each
-    # block of an answer, of which the critic takes one, and write them to out_dir/searched.jsonl
-    search: Positive | None = None
-    search_block: Positive = 1  # tokens of a block
-    # take the candidate with the highest log p + this x value (inf: with the highest value)
-    search_beta: PositiveFloat = inf
-
     # ---- run
 
     steps: Positive = 60  # PPO steps
@@ -335,8 +325,6 @@ class Run:
             (self, "chat_template_kwargs", "--prompts", self.prompts),
             (self, "reward_timeout", "a function of FILE.py", to_call),
             (self, "max_turns", "--environment", self.environment),
-            (self, "search_block", "--search", self.search),
-            (self, "search_beta", "--search", self.search),
             (self, "kl_penalty", "--kl-coef or --actor.kl-loss-coef", self.uses_reference),
             (self.actor, "lora_alpha", "--actor.lora-rank", self.actor.lora_rank),
             (self.actor, "kl_loss_type", "--actor.kl-loss-coef", self.actor.kl_loss_coef),
@@ -375,18 +363,11 @@ class Run:
         if self.eval_prompts and not self.prompts:
             flag = f"--eval-prompts {self.eval_prompts}"
             raise ValueError(f"{flag}: needs --prompts; addition has its own")
-        if self.prompts and not (self.reward or self.reward_model or self.search):
+        if self.prompts and not (self.reward or self.reward_model):
             raise ValueError(f"--prompts {self.prompts}: needs --reward or --reward-model")
         if self.reward and self.reward_model:
             words = f"--reward {self.reward}: excludes --reward-model"
             raise ValueError(f"{words} {self.reward_model}; give only one")
-
-        # decoding
-        if self.search and self.critic.model == "actor":
-            raise ValueError(f"--search {self.search}: needs --critic.model, a trained critic")
-        for flag, x in {"resume": self.resume, "privileged-key": self.privileged_key}.items():
-            if self.search and x:
-                raise ValueError(f"--search {self.search}: excludes --{flag} {x}")
 
         # the algorithm
         if self.target_kl and not self.kl_coef:
@@ -419,7 +400,7 @@ class Run:
         loaded = (self.actor.model, self.critic.model, self.reward_model)
         theirs = [f"{realpath(name)}/" for name in loaded if name]
         replaced = any(path.startswith(f"{own}/") for path in theirs for own in ours)
-        if replaced and not self.search:
+        if replaced:
             words = "the run would replace a model there that it loads; give another"
             raise ValueError(f"--out-dir {self.out_dir}: {words}")
 
@@ -431,9 +412,6 @@ def main(run):
     """PPO (1707.06347): the actor answers prompts, a reward rates the answers, the critic says how
     much better than expected each token was, and both models learn from that."""
     run, task = set_up(run)
-    if run.search:
-        decode(run, task)
-        return
     with training(run, task) as loop:
         for step in loop.steps():
             # save the state that the last step has left, as often as --save-every says
@@ -832,8 +810,6 @@ def with_defaults(run):
             critic = replace(critic, freeze_modules=BACKBONE)
 
     reward = run.reward or (None if run.reward_model or run.prompts else "addition")
-    if run.search:
-        critic = replace(critic, value_head_init="checkpoint")
     limit = run.max_response_length or (8 if addition else 256)
     run = replace(run, actor=actor, critic=critic, reward=reward, max_response_length=limit)
     if addition:
@@ -2954,89 +2930,6 @@ def forget_experts(model):
     """Runs inside vLLM's CPU build, which repacks expert weights only where moe_kernel is None."""
     for module in model.modules():
         module.moe_kernel = None
-
-
-# ---- Decoding with values ------------------------------------------------------------------------
-
-
-def decode(run, task):
-    """Answers the held-out prompts, or else all, greedily and with --search, and writes the latter
-    answers to searched.jsonl (a collective)."""
-    device = common.setup_distributed(run.critic.timeout_minutes)
-    reward = RewardModel(run, task.tokenizer) if run.reward_model else task.reward
-    policy = PolicyWorker(run, task, device, trains=False)
-    engine_kind = HFRollout if run.rollout == "hf" else VLLMRollout
-    engine = engine_kind(run, task, device)
-    engine.sync(policy.weights(engine.dtype))
-    critic = critic_module(run.backend).CriticWorker(run.critic)
-    critic.init_model(1)
-    critic.set_budget(task.longest, LONGEST)
-
-    # a search is an engine, too
-    searching = SimpleNamespace(generate=partial(search, engine, critic, run, task))
-    for name, its, temperature in ("greedy", engine, 0.0), ("searched", searching, run.temperature):
-        replies = rows_of_rank(task.held_out or task.prompts)
-        roll_out(its, task, replies, run, temperature, f"{run.seed}")
-        if reward:
-            _, mean, _ = score(run, reward, Phases(offload=False), replies)
-            print0(f"{name:10} mean reward {mean:z.3f}")
-
-    batch = to_batch(replies)
-    batch.values = critic.compute_values(batch)
-    batch.token_level_rewards = rewards_of(replies)
-    write_jsonl(batch, f"{run.out_dir}/searched.jsonl", replies)
-    print0(f"saved      {run.out_dir}: searched.jsonl")
-
-
-def search(engine, critic, run, task, rows, temperature, images=None):
-    """HFRollout.generate with a critic: of --search candidates for the next block of an answer, the
-    best one goes on (a collective of all ranks)."""
-    files = images or [None] * len(rows)
-    best = [Reply(Prompt(row[0], images=x), i) for i, (row, x) in enumerate(zip(rows, files))]
-    going = best
-    over = lambda reply: reply.finished or len(reply.ids) == rows[reply.row_id][2]
-    while any(of_all_ranks(bool(going))):
-        # what the policy may say next
-        begun = [reply for reply in going for _ in range(run.search)]
-        asked = []
-        for n, reply in enumerate(begun):
-            ids, seed, room = rows[reply.row_id]
-            own = random.Random(f"{seed} {len(reply.ids)} {n % run.search}").getrandbits(63)
-            asked.append((ids + reply.ids, own, min(run.search_block, room - len(reply.ids))))
-        blocks = engine.generate(asked, temperature, images_of_rows(begun))
-
-        # equal candidates are one; a text of --stop may have begun in an earlier block
-        candidates = {}
-        for reply, (ids, log_probs, ended) in zip(begun, blocks):
-            for n in range(1, len(ids) + 1):
-                if task.stop_texts(torch.tensor([reply.ids + ids[:n]]), None):
-                    ids = ids[:n]
-                    ended = True
-                    break
-            said = reply.ids + ids
-            log_probs = reply.log_probs + log_probs[: len(ids)]
-            new = replace(reply, ids=said, log_probs=log_probs, finished=ended)
-            candidates[reply.row_id, *said] = new
-        candidates = [*candidates.values()]
-
-        # the value of a place is read before an action there, whose id does not matter; an answer
-        # that is over gets its last one, because the critic has learned nothing of what is behind
-        behind = []
-        for reply in candidates:
-            n = 0 if over(reply) else 1
-            ids = reply.ids + [0] * n
-            behind.append(replace(reply, ids=ids, log_probs=reply.log_probs + [0.0] * n))
-        batch = to_batch(behind)
-        batch.row_id = RANK + WORLD_SIZE * torch.arange(len(batch))
-        values_B = critic.compute_values(batch)[common.last_action(batch)]
-
-        # the best one by V + log p / beta; a row's candidates have all but the block in common
-        log_p_B = torch.tensor([sum(reply.log_probs) for reply in candidates])
-        heights = (values_B + log_p_B / run.search_beta).tolist()
-        for i, some in groupby(zip(candidates, heights), key=lambda pair: pair[0].row_id):
-            best[i], _ = max(some, key=lambda pair: pair[1])
-        going = [reply for reply in best if not over(reply)]
-    return [(reply.ids, reply.log_probs, reply.finished) for reply in best]
 
 
 # ---- The switch between generating and training --------------------------------------------------

@@ -4,23 +4,22 @@ python tests/decoding.py --policy out/ppo_loop/hf --critic FOLDER        additio
 python tests/decoding.py --policy FOLDER --critic FOLDER --prompts FILE --eval-prompts FILE \\
     --reward FILE.py:FUNCTION                                            any task
 
---search of ppo_loop.py is compared with greedy answers and with choices among whole answers to the
-same held-out prompts. The task is told by the flags of ppo_loop.py. --search-beta is chosen on the
-first of the other prompts. +- is the standard error over prompts, of means over --seeds.
+The search of tests/tools/search.py is compared with greedy answers and with choices among whole
+answers to the same held-out prompts. The task is told by the flags of ppo_loop.py. --beta is chosen
+on the first of the other prompts. +- is the standard error over prompts, of means over --seeds.
 """
 
 import re
 from collections import Counter
 from dataclasses import dataclass, replace
-from functools import partial
 from math import inf
 from time import process_time
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import numpy as np
 import tyro
 from helpers import common
+from tools import search
 
 import ppo_loop
 
@@ -32,8 +31,8 @@ class Decoding:
     policy: str  # its folder
     critic: str  # its folder
     n: tuple[int, ...] = (4, 8)  # answers, or candidates for each token
-    betas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # for --search-beta
-    blocks: tuple[int, ...] = (1,)  # for --search-block
+    betas: tuple[float, ...] = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # for --beta of the search
+    blocks: tuple[int, ...] = (1,)  # for --block of the search
     seeds: int = 4
     most: int = 256  # prompts to choose a beta on
 
@@ -81,8 +80,7 @@ def answers(engine, meter, run, task, prompts, n=1, temperature=None):
 
 
 def searched(meter, run, task, prompts, n, block, beta):
-    run = replace(run, search=n, search_block=block, search_beta=beta)
-    engine = SimpleNamespace(generate=partial(ppo_loop.search, meter, meter, run, task))
+    engine = search.engine_of(search.Search(n, block, beta), meter, meter, task)
     _, rewards_P1, cost = answers(engine, meter, run, task, prompts)
     return Way(rewards_P1[:, 0], cost)
 
@@ -123,7 +121,7 @@ def mean(ways):
 
 def compare(decoding, run):
     """{name: Way}, and the names of the ways to compare each with, or None."""
-    run, task = ppo_loop.set_up(run)
+    run, task = ppo_loop.set_up(search.with_trained_critic(run))
     meter = Meter(run, task)
     some = task.prompts[: decoding.most]
     held_out = task.held_out
@@ -139,10 +137,10 @@ def compare(decoding, run):
                 for beta in (*decoding.betas, inf)
             }
             shown = ", ".join(f"{beta:g}: {x:.3f}" for beta, x in tried.items())
-            print(f"--search {n} --search-block {block}, other prompts, by beta: {shown}")
+            print(f"--candidates {n} --block {block}, other prompts, by beta: {shown}")
             for beta in {inf, max(tried, key=tried.get)}:
                 mine = [searched(meter, one, task, held_out, n, block, beta) for one in runs]
-                ways[f"`--search {n} --search-block {block}`, beta {beta:g}"] = mean(mine)
+                ways[f"`--candidates {n} --block {block}`, beta {beta:g}"] = mean(mine)
     return ways
 
 
@@ -163,9 +161,10 @@ def tell(ways):
 
 def start():
     decoding, flags = tyro.cli(Decoding, description=__doc__, return_unknown_args=True)
-    folders = ["--actor.model", decoding.policy, "--critic.model", decoding.critic, "--search", "1"]
+    folders = ["--actor.model", decoding.policy, "--critic.model", decoding.critic]
     try:
-        tell(compare(decoding, ppo_loop.parse([*flags, *folders])))
+        # it writes nothing, so its models may be in any other folder
+        tell(compare(decoding, ppo_loop.parse(["--out-dir", "out/decoding", *flags, *folders])))
     finally:
         ppo_loop.end_workers()
 

@@ -1,11 +1,9 @@
-"""Answers that a critic helps to choose while they are written: --search of ppo_loop.py against a
+"""Answers that a critic helps to choose while they are written: tests/tools/search.py against a
 slow search by transformers' models, and the table of tests/decoding.py."""
 
 import json
 import re
 import statistics
-import types
-from math import inf
 
 import decoding
 import numpy as np
@@ -27,11 +25,13 @@ from ppo_helpers import (
     text_of_reply,
 )
 from reference import log_softmax_of, nucleus
+from tools import search
 from transformers import AutoModelForTokenClassification
 
 import common
 import ppo_loop
 
+SCRIPT = ROOT / "tests" / "tools" / "search.py"
 REWARDS = ROOT / "tests" / "rewards.py"
 FOUR = [EOS, *range(4, 100, 4)]  # ends of answers, which are likely then
 
@@ -78,9 +78,8 @@ def test_the_best_of_all_blocks_goes_on(block, beta, tmp_path):
     critic = AutoModelForTokenClassification.from_pretrained(tmp_path / "critic").eval()
 
     rows = [(ids, 7 * n, 1 + n % 5) for n, ids in enumerate(some_prompts((6, 1, 12, 3, 9)))]
-    run = types.SimpleNamespace(search=150, search_block=block, search_beta=beta)
     task = a_task(stop_texts=ppo_loop.stop_texts(a_run(), TOKENIZER))
-    ours = ppo_loop.search(engine, sure, run, task, rows, 1.0)
+    ours = search.generate(search.Search(150, block, beta), engine, sure, task, rows, 1.0)
     assert {ended for *_, ended in ours} == {True, False}
     ends = lambda ids: ids[-1] in FOUR
     for row, (ids, log_probs, ended) in zip(rows, ours, strict=True):
@@ -95,11 +94,10 @@ def test_a_text_to_stop_at_may_lie_across_blocks(block):
     engine = engine_of(policy())
     critic = worker(override_config=SHARP, value_head_init="normal")
     rows = [(ids_of("1+2="), n, 10) for n in range(8)]
-    run = types.SimpleNamespace(search=1, search_block=block, search_beta=inf)
 
     def said(*texts):
         task = a_task(stop_texts=ppo_loop.stop_texts(a_run(stop=texts), TOKENIZER))
-        replies = ppo_loop.search(engine, critic, run, task, rows, 1.0)
+        replies = search.generate(search.Search(1, block), engine, critic, task, rows, 1.0)
         assert all(len(ids) == len(log_probs) for ids, log_probs, _ in replies)
         return [(TOKENIZER.decode(ids), ended) for ids, _, ended in replies]
 
@@ -125,8 +123,8 @@ def test_a_search_answers_the_held_out_prompts_and_trains_nothing(
     backend, folders, parse, tmp_path, capsys
 ):
     """Its file has each prompt once, in their order, and the critic's values, and can be scored."""
-    flags = f"--search 3 --search-block 2 --reward {REWARDS}:share_of_letters"
-    ppo_loop.main(parse(f"{flags} --critic {backend} {folders}"))
+    flags = f"--reward {REWARDS}:share_of_letters --critic {backend} {folders}"
+    search.main(search.Search(3, block=2), parse(flags))
     said = capsys.readouterr().out
     out = tmp_path / "out"
     assert [file.name for file in out.iterdir()] == ["searched.jsonl"]
@@ -154,7 +152,22 @@ def test_a_search_answers_the_held_out_prompts_and_trains_nothing(
 
     no_critic = folders.replace("/critic", "/policy")
     with refused("holds no trained value head", f"--critic.model {tmp_path}/policy: "):
-        ppo_loop.main(parse(f"--search 3 --critic {backend} {no_critic}"))
+        search.main(search.Search(3), parse(f"--critic {backend} {no_critic}"))
+
+
+@pytest.mark.parametrize("flag", ["--resume auto", "--privileged-key a"])
+def test_a_search_refuses_what_it_would_pass_over(flag, parse):
+    """Flags that say which weights or texts the critic gets."""
+    with refused("not for a search", begin=f"{flag}: "):
+        search.main(search.Search(4), parse(f"--prompts x --reward gsm8k {flag}"))
+
+
+def test_prompts_of_a_search_need_no_reward(folders, parse, tmp_path, capsys):
+    (tmp_path / "one").write_text('{"prompt": "1+1="}\n')
+    search.main(search.Search(2), parse(f"--prompts {tmp_path}/one --reward none {folders}"))
+    assert "mean reward" not in capsys.readouterr().out
+    [row] = common.read_lines(tmp_path / "out" / "searched.jsonl")
+    assert row["score"] == 0 and row["response_text"] and any(row["values"])
 
 
 @pytest.mark.slow
@@ -165,16 +178,16 @@ def test_two_ranks_search_as_one(folders, tmp_path):
     (tmp_path / "one").write_text('{"prompt": "1+1=", "answer": "h"}\n')
     for file, more in (
         ("seven", f"--reward {REWARDS}:tosses --environment {REWARDS}:says_more"),
-        ("one", ""),
+        ("one", "--reward none"),
     ):
-        flags = f"--search 3 --search-beta 2 --prompts {tmp_path}/{file} {more} {folders}"
+        flags = f"--candidates 3 --beta 2 --prompts {tmp_path}/{file} {more} {folders}"
         flags += " --max-response-length 12"
         found = []
         for ranks in (1, 2):
             out = tmp_path / f"{file} on {ranks}"
             words = (*flags.split(), "--out-dir", out)
-            said = succeeded(torchrun(ranks, ROOT / "ppo_loop.py", *words))
-            assert ("searched   mean reward" in said) == bool(more)
+            said = succeeded(torchrun(ranks, SCRIPT, *words))
+            assert ("searched   mean reward" in said) == ("none" not in more)
             found.append(common.read_lines(out / "searched.jsonl"))
         assert len(found[0]) == {"seven": 7, "one": 1}[file]
         for one, two in zip(*found, strict=True):
@@ -184,7 +197,7 @@ def test_two_ranks_search_as_one(folders, tmp_path):
 
 def test_choices_among_whole_answers_by_hand(folders, parse, tmp_path):
     """What each way earns on average if ties are broken by lot, and which tokens it costs."""
-    flags = f"--search 1 --reward {REWARDS}:share_of_letters --temperature 0.4 {folders}"
+    flags = f"--reward {REWARDS}:share_of_letters --temperature 0.4 {folders}"
     run, task = ppo_loop.set_up(parse(flags))
     meter = decoding.Meter(run, task)
     prompts = task.held_out[:5]
@@ -221,7 +234,7 @@ def test_choices_among_whole_answers_by_hand(folders, parse, tmp_path):
 def test_the_table_has_the_beta_that_is_best_for_other_prompts(folders, parse, capsys):
     """And the values alone."""
     asked = decoding.Decoding("", "", n=(2,), betas=(1e-3, 1.0), blocks=(8,), seeds=1, most=9)
-    flags = f"--search 1 --reward {REWARDS}:share_of_letters {folders}"
+    flags = f"--reward {REWARDS}:share_of_letters {folders}"
     decoding.tell(decoding.compare(asked, parse(flags)))
     *said, table = capsys.readouterr().out.split("\n\n")
     betas = dict(re.findall(r"(\S+): (\d\.\d{3})", said[0].partition("by beta")[2]))

@@ -139,11 +139,6 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--vllm.tensor-parallel-size 2", "--vllm.tensor-parallel-size 2: does nothing without --roll"),
     ("--vllm.gpu-memory-utilization 0.7", "-utilization 0.7: does nothing without --rollout vllm"),
     ("--chat-template-kwargs {}{}", "--chat-template-kwargs {}{}: does nothing without --prompts"),
-    ("--search-block 2", "--search-block 2: does nothing without --search"),
-    ("--search-beta 2", "--search-beta 2.0: does nothing without --search"),
-    ("--search 4", "--search 4: needs --critic.model, a trained critic"),
-    ("--search 4 --critic.model x --resume auto", "--search 4: excludes --resume auto"),
-    ("--search 4 --critic.model x --privileged-key a", "4: excludes --privileged-key a"),
     ("--critic.lora-alpha 8", "--critic.lora-alpha 8.0: does nothing without --critic.lora-rank"),
     ("--critic.fsdp-size 1 --critic.strategy none", "1: does nothing with --critic.strategy none"),
     ("--actor.ratio-band 2 1", "--actor.ratio-band 2.0 1.0: LOW must be below HIGH"),
@@ -160,8 +155,6 @@ def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     "--critic.lora-rank 2 --critic.lora-alpha 8", "--critic.fsdp-size 1",
     "--prompts x --reward-model x --chat-template-kwargs {}{}",
     "--reward-model x --critic.lora-rank 2 --critic.lora-alpha 8",
-    "--search 4 --critic.model out/ppo_loop/critic_hf --search-block 2 --search-beta 2",
-    "--search 4 --critic.model x --prompts x",
 ])  # fmt: skip
 def test_flags_that_need_others_are_taken_with_them(flags):
     run = ppo_loop.parse(flags.split())

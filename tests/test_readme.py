@@ -70,10 +70,11 @@ PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The scripts alone in a folder, next to the development data."""
+    """The scripts and tools alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
-    (folder / "main" / "tests").mkdir(parents=True)
-    for file in (*ROOT.glob("*.py"), *(ROOT / "tests").glob("rows*.jsonl")):
+    (folder / "main" / "tests" / "tools").mkdir(parents=True)
+    tests = ROOT / "tests"
+    for file in (*ROOT.glob("*.py"), *tests.glob("rows*.jsonl"), *tests.glob("tools/*.py")):
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
     return folder / "main"
@@ -91,7 +92,7 @@ def test_every_command_is_of_a_kind_that_is_tested():
 def test_words_are_spelled_right_and_none_is_retired():
     """By codespell and our own list, in prose and code; thw means time, height and width of
     images."""
-    names = "*.py *.md tests/*.py tests/*.md .github/*.md".split()
+    names = "*.py *.md tests/*.py tests/*/*.py tests/*.md .github/*.md".split()
     files = [path for name in names for path in ROOT.glob(name)]
     succeeded(run(sys.executable, "-m", "codespell_lib", "-L", "thw", *files))
     retired = re.compile(
@@ -683,8 +684,9 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
 
 @pytest.mark.slow
 def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
-    for file in ("critic_fsdp.py", "common.py"):
-        shutil.copy(ROOT / file, tmp_path)
+    (tmp_path / "tests" / "tools").mkdir(parents=True)
+    for file in ("critic_fsdp.py", "common.py", "tests/tools/serve.py"):
+        shutil.copy(ROOT / file, tmp_path / file)
     worker(model="tiny-qwen2", value_head_init="normal").export_hf(tmp_path / "out" / "my" / "hf")
     (tmp_path / "pipe.py").write_text(PIPE.replace(".venv/bin/python", sys.executable))
     said = succeeded(run(sys.executable, "pipe.py", cwd=tmp_path)).splitlines()
