@@ -317,26 +317,6 @@ class Run:
         """Whether a KL to the reference is part of the reward or of the actor's loss."""
         return self.kl_coef > 0 or self.actor.kl_loss_coef > 0
 
-    def refuse_idle_flags(self):
-        """ValueError names a flag that does nothing without another one, and that other one."""
-        to_call = self.environment or (self.reward and self.reward not in REWARDS)
-        vllm = self.rollout == "vllm"
-        table = (
-            (self, "chat_template_kwargs", "--prompts", self.prompts),
-            (self, "reward_timeout", "a function of FILE.py", to_call),
-            (self, "max_turns", "--environment", self.environment),
-            (self, "kl_penalty", "--kl-coef or --actor.kl-loss-coef", self.uses_reference),
-            (self.actor, "lora_alpha", "--actor.lora-rank", self.actor.lora_rank),
-            (self.actor, "kl_loss_type", "--actor.kl-loss-coef", self.actor.kl_loss_coef),
-            (self.vllm, "tensor_parallel_size", "--rollout vllm", vllm),
-            (self.vllm, "gpu_memory_utilization", "--rollout vllm", vllm),
-        )
-        for config, name, needed, given in table:
-            x = getattr(config, name)
-            if x != getattr(type(config), name) and not given:
-                flag = f"{getattr(config, 'prefix', '--')}{name.replace('_', '-')} {x}"
-                raise ValueError(f"{flag}: does nothing without {needed}")
-
     def check_share_base(self):
         """ValueError unless the critic can live on the actor's base."""
         critic = self.critic
@@ -357,8 +337,6 @@ class Run:
 
     def __post_init__(self):
         """ValueError names the flags that do not go together. See check_layout, too."""
-        self.refuse_idle_flags()
-
         # the task
         if self.eval_prompts and not self.prompts:
             flag = f"--eval-prompts {self.eval_prompts}"
@@ -382,9 +360,6 @@ class Run:
         if self.old_log_probs == "engine" and self.top_p < 1:
             words = f"with --top-p {self.top_p} they are not those of the policy"
             raise ValueError(f"--old-log-probs engine: {words}")
-        if self.old_log_probs == "engine" and self.actor.tis_cap:
-            flag = f"--actor.tis-cap {self.actor.tis_cap}"
-            raise ValueError(f"{flag}: with --old-log-probs engine all its weights are 1")
 
         # memory
         if self.share_base:
