@@ -32,7 +32,6 @@ import random
 import re
 import shutil
 import signal
-import statistics
 import sys
 import tempfile
 import traceback
@@ -414,8 +413,8 @@ def main(run):
             # the actor learns to prefer what was better than expected
             metrics |= update_actor(loop, step, batch, len(rewards))
 
-            # how it went, and what the answers are like
-            metrics |= part_means(replies) | mean_turns(replies, loop.run, task)
+            # how it went
+            metrics |= part_means(replies) | mean_turns(replies, task)
             report_step(loop, step, batch, replies, metrics)
 
         # save and evaluate what the last step has made
@@ -1057,7 +1056,6 @@ def finish(loop):
                 about += ", their rewards minus the KL penalty"
             common.write_report(run.out_dir, rows, about, tokenizer, run.gamma, CURVES, changed)
 
-    hint_at_critic(run.out_dir)
     with loop.phases("export", loop.critic, loop.actor):
         loop.actor.export_hf(f"{run.out_dir}/hf", tokenizer)
         loop.critic.export_hf(f"{run.out_dir}/critic_hf")
@@ -1069,15 +1067,6 @@ def finish(loop):
 
 # ---- What a run tells: evaluations, metrics, the line of a step, dumps, the report ---------------
 
-WORDS = {  # phase -> how the step's line calls it; generation includes sync
-    "generation": "gen",
-    "reward": "reward",
-    "log_probs": "log-probs",
-    "reference": "ref",
-    "critic": "critic",
-    "actor": "actor",
-    "checkpoint": "save",
-}
 CURVES = {  # panels of PPO's report -> {words: metric}
     "mean reward": {"training": "reward/mean", "held out": "eval/reward"},
     "entropy of the policy": {"training": "actor/entropy"},
@@ -1085,8 +1074,6 @@ CURVES = {  # panels of PPO's report -> {words: metric}
     "explained variance": {"training": "critic/explained_var"},
 }
 SAMPLES_SHOWN = 4  # of each kind, in the report
-
-print_once = cache(print0)  # of equal lines only the first is printed
 
 
 def evaluate_if_due(loop, step, greedy):
@@ -1169,27 +1156,13 @@ def part_means(replies):
     return {name: sum(some) / len(some) for name, some in numbers.items()}
 
 
-def mean_turns(replies, run, task):
+def mean_turns(replies, task):
     """Metrics: the policy's turns per row, over all ranks, if there is an environment (a
-    collective). Says once why no row had a second one."""
+    collective)."""
     if not task.observe:
         return {}
-    mine = []
-    for reply in replies:
-        if reply.finished:
-            end = "were ended by the environment, or by --max-turns"
-        elif len(reply.ids) < run.max_response_length:
-            end = "left no room for the environment within --max-response-length"
-        else:
-            end = (
-                "reached --max-response-length, but neither the end-of-sequence token"
-                " nor a --stop text"
-            )
-        mine.append((ceil(len(reply.turns) / 2), end))  # policy, environment, policy ...
-
-    turns, ends = zip(*chain(*of_all_ranks(mine)))
-    if max(turns) == 1:
-        print_once(f"hint       no row of a step had a second turn: most {statistics.mode(ends)}")
+    mine = [ceil(len(reply.turns) / 2) for reply in replies]  # policy, environment, policy ...
+    turns = list(chain(*of_all_ranks(mine)))
     return {"rollout/turns": sum(turns) / len(turns)}
 
 
@@ -1202,7 +1175,6 @@ def report_step(loop, step, batch, replies, metrics):
     metrics |= loop.phases.take(metrics["rollout/tokens"])
     loop.logger.log(step + 1, metrics)
     print_step(step + 1, run.steps, metrics)
-    print_sample(step, run, replies)
 
 
 def print_step(step, steps, m):
@@ -1211,65 +1183,14 @@ def print_step(step, steps, m):
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = common.time_left(m["perf/time_step"], steps - step)
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}{what_is_wrong(m)}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
         f"  value loss {n(m['critic/vf_loss'], '.4f')}"
         f"  explained var {common.explained_number(m['critic/explained_var'], '.2f'):>5}"
-        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}  {where_time_went(m)}"
+        f"  {m['perf/rollout_tokens_per_second']:>6,.0f} tok/s  eta {left}"
     )
-
-
-def what_is_wrong(m):
-    """Words on a step from which little can be learned, or "", as in ` (2 failed, all equal)`."""
-    words = []
-    if m["reward/errors"]:
-        words.append(f"{m['reward/errors']:.0f} failed")
-    if m["reward/min"] == m["reward/max"]:
-        words.append("all equal")
-    if m["rollout/truncated"] == 1:
-        words.append("all cut off")
-    return f" ({', '.join(words)})" if words else ""
-
-
-def where_time_went(m):
-    """The phases that took at least 5 % of a step, as in `gen 7.2s reward 12s actor 950ms`."""
-    spent = {word: m[f"time/{name}"] for name, word in WORDS.items() if f"time/{name}" in m}
-    parts = []
-    for word, seconds in spent.items():
-        if seconds < 0.05 * sum(spent.values()):
-            continue
-        if seconds < 0.9995:
-            time = f"{seconds * 1000:.0f}ms"
-        elif seconds < 9.95:
-            time = f"{seconds:.1f}s"
-        else:
-            time = f"{seconds:.0f}s"
-        parts.append(f"{word} {time}")
-    return " ".join(parts)
-
-
-def print_sample(step, run, replies):
-    """Prints a training row as often as held-out ones are, also if there are none: the end of its
-    prompt, and its response. The first row of a step is rank 0's."""
-    if RANK or step % (run.eval_every or run.steps):
-        return
-    reply = replies[0]
-    shown = f"{reply.prompt.text[-60:]!r} -> {reply.text[-200:]!r}  reward {reply.score:g}"
-    print0(f"sample     {shown}  {reply.fault[:100]}".rstrip())
-
-
-def hint_at_critic(out_dir):
-    """Says so if the critic explained nothing in the last ten steps that could be explained."""
-    past = common.read_lines(f"{out_dir}/metrics.jsonl") if RANK == 0 else []
-    explained = [row.get("critic/explained_var") for row in past]
-    last = [x for x in explained if x is not None][-10:]
-    if len(last) == 10 and statistics.median(last) <= 0:
-        print0(
-            "hint       at the end, the critic explained nothing of the returns: see its curve in"
-            " the report, and a higher --critic.lr or --critic-where-it-helps"
-        )
 
 
 def on_rank_0(mine):
