@@ -597,7 +597,7 @@ def test_a_prompt_with_a_bad_image_is_refused(rollouts):
 
     # the critic's hint has an image's placeholder, but no image
     rollouts.write_text(json.dumps({"prompt": f"{SEE}?", "images": ["b.png"], "hint": SEE}))
-    with refused("the text of --privileged-key has an image's placeholder"):
+    with refused("placeholders come in runs of [8, 1] tokens, but its images have [8]"):
         load_prompts(rollouts, w, privileged_key="hint")
 
 
