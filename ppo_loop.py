@@ -93,7 +93,7 @@ from loky import wrap_non_picklable_objects
 from loky.backend import get_context
 from pebble import CONSTS, ProcessExpired, ProcessPool
 from pebble.pool.process import WORKERS_NAME
-from pydantic import Field, PositiveFloat, ValidationError
+from pydantic import Field, ValidationError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
 from transformers import (
