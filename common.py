@@ -331,80 +331,61 @@ def concat(batches):
     return Batch(**columns)
 
 
+COLUMNS = {  # the columns that every batch has -> their dtype and shape
+    "input_ids": (torch.int64, "T"),
+    "cu_seqlens": (torch.int64, "B+1"),
+    "response_mask": (torch.bool, "T"),
+    "row_id": (torch.int64, "B"),
+    "truncated": (torch.bool, "B"),
+}
+
+
 def check(batch, needs=()):
     """Returns the batch. UserError names the first column that is not what it should be.
 
     needs: float columns that must be there; the others may be None."""
-    if not isinstance(batch, Batch):
-        raise UserError(f"batch: must be a common.Batch, not {type(batch).__name__}")
-
-    # one column after another
-    check_column(batch, "input_ids", torch.int64)
-    check_column(batch, "cu_seqlens", torch.int64)
-    check_column(batch, "response_mask", torch.bool)
-    check_column(batch, "row_id", torch.int64)
-    check_column(batch, "truncated", torch.bool)
+    # each column is a flat tensor of its type on the host
+    columns = dict(COLUMNS)
     for name in Batch.FLOATS:
         if name in needs or getattr(batch, name) is not None:
-            check_column(batch, name, torch.float32)
+            columns[name] = (torch.float32, "T")
+    for name, (dtype, letter) in columns.items():
+        wanted = f"a ({letter},) tensor of {dtype} on the host"
+        column = getattr(batch, name)
+        if column is None:
+            raise UserError(f"{name}: is missing; it must be {wanted}")
+        if not isinstance(column, torch.Tensor):
+            raise UserError(f"{name}: must be {wanted}, not {type(column).__name__}")
+        kind = (column.dtype, column.ndim, column.device.type, column.layout)
+        if kind != (dtype, 1, "cpu", torch.strided):
+            have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
+            raise UserError(f"{name}: must be {wanted}, not {have}, {column.layout}")
 
-    # all of them together
-    check_lengths(batch)
+    # all have as many rows as row_id, and as many tokens as input_ids
+    sizes = {"B": len(batch), "T": len(batch.input_ids)}
+    cu = batch.cu_seqlens
+    if len(cu) != len(batch) + 1 or cu[0] != 0 or cu[-1] != sizes["T"] or (cu.diff() < 1).any():
+        raise UserError(
+            f"cu_seqlens: must begin at 0, grow, and end at {sizes['T']}, the number of tokens,"
+            f" with {len(batch) + 1} entries for {len(batch)} rows; it is"
+            f" {' '.join(map(str, cu.tolist())):.60}"
+        )
+    for name, (_, letter) in columns.items():
+        size = len(getattr(batch, name))
+        if size != sizes.get(letter, size):
+            raise UserError(f"{name}: has {size} entries instead of {sizes[letter]}")
+
     images = batch.multi_modal_inputs
-    if images is not None:
-        is_list = isinstance(images, list) and len(images) == len(batch)
-        if not is_list or any(not isinstance(row, dict) for row in images):
-            raise UserError("multi_modal_inputs: must be a list of one dict for each row")
+    if images is not None and len(images) != len(batch):
+        raise UserError(f"multi_modal_inputs: has {len(images)} entries instead of {len(batch)}")
 
-    early_B = batch.response_mask[batch.cu_seqlens[:-1]]
+    # the value of an action is read before it
+    early_B = batch.response_mask[cu[:-1]]
     if early_B.any():
         row = batch.row_id[early_B][0]
-        raise UserError(
-            f"response_mask: the first token of row_id {row} cannot be an action:"
-            " no hidden state precedes it"
-        )
+        words = f"the first token of row_id {row} cannot be an action"
+        raise UserError(f"response_mask: {words}: no hidden state precedes it")
     return batch
-
-
-def check_column(batch, name, dtype):
-    """UserError unless this column is a flat tensor of this type on the host."""
-    letter = "T"
-    if name in Batch.ROWS:
-        letter = "B"
-    elif name == "cu_seqlens":
-        letter = "B+1"
-    wanted = f"a ({letter},) tensor of {dtype} on the host"
-
-    column = getattr(batch, name)
-    if column is None:
-        raise UserError(f"{name}: is missing; it must be {wanted}")
-    if not isinstance(column, torch.Tensor):
-        raise UserError(f"{name}: must be {wanted}, not {type(column).__name__}")
-    kind = (column.dtype, column.ndim, column.device.type, column.layout)
-    if kind != (dtype, 1, "cpu", torch.strided):
-        have = f"{column.dtype} of shape {tuple(column.shape)} on {column.device}"
-        if column.layout != torch.strided:
-            have += f", {column.layout}"
-        raise UserError(f"{name}: must be {wanted}, not {have}")
-
-
-def check_lengths(batch):
-    """UserError unless all columns have as many rows as row_id, and as many tokens as input_ids."""
-    tokens = len(batch.input_ids)
-    rows = len(batch.row_id)
-    cu = batch.cu_seqlens
-    if len(cu) != rows + 1 or cu[0] != 0 or cu[-1] != tokens or (cu.diff() < 1).any():
-        raise UserError(
-            f"cu_seqlens: must begin at 0, grow, and end at {tokens}, the number of tokens, with"
-            f" {rows + 1} entries for {rows} rows; it is {' '.join(map(str, cu.tolist())):.60}"
-        )
-
-    for name, column in vars(batch).items():
-        if not isinstance(column, torch.Tensor) or name == "cu_seqlens":
-            continue
-        size = rows if name in Batch.ROWS else tokens
-        if len(column) != size:
-            raise UserError(f"{name}: has {len(column)} entries instead of {size}")
 
 
 def from_padded(
@@ -417,15 +398,15 @@ def from_padded(
     an action is what the critic says before it. What stands where nothing acts does not matter, not
     even NaN, but a reward behind an action goes to that action, see gae. Without row_id, the rows
     of rank 0 come first (a collective, for which the CriticWorker must exist)."""
-    ids_BL = torch.as_tensor(input_ids).cpu()
-    tokens_BL = torch.as_tensor(attention_mask).cpu() > 0
-    acts_BR = torch.as_tensor(response_mask).cpu() > 0
-    rewards = torch.as_tensor(rewards).detach().cpu().float()
+    ids_BL = on_host(input_ids)
+    tokens_BL = on_host(attention_mask) > 0
+    acts_BR = on_host(response_mask) > 0
+    rewards = on_host(rewards).float()
     rows, places = ids_BL.shape
 
     def flat(given):
         """(T,) of a column that may have only the last places."""
-        x = torch.as_tensor(given).detach().cpu()
+        x = on_host(given)
         if x.shape[1] not in (places, acts_BR.shape[1]):
             raise UserError(f"{tuple(x.shape)} is the shape of neither input_ids nor response_mask")
         return torch.cat([x.new_zeros(rows, places - x.shape[1]), x], 1)[tokens_BL]
@@ -435,24 +416,24 @@ def from_padded(
         row_id = sum(counts[:RANK]) + torch.arange(rows)
     if truncated is None:
         truncated = torch.zeros(rows)
+    acts_T = flat(acts_BR)
     batch = Batch(
         input_ids=ids_BL[tokens_BL],
         cu_seqlens=cumulative(tokens_BL.sum(1)),
-        response_mask=flat(acts_BR),
-        row_id=torch.as_tensor(row_id).cpu(),
-        truncated=torch.as_tensor(truncated).cpu() > 0,
+        response_mask=acts_T,
+        row_id=on_host(row_id),
+        truncated=on_host(truncated) > 0,
     )
-    if batch.response_mask.sum() < acts_BR.sum():
+    if acts_T.sum() < acts_BR.sum():
         raise UserError("response_mask: a row has an action where attention_mask is 0")
 
     # the reward of a row is that of its last action
     if rewards.ndim == 1:
         acts_B = batch.actions > 0
-        rewards_T = torch.zeros(len(batch.input_ids))
+        rewards_T = torch.zeros(len(acts_T))
         rewards_T[last_action(batch)[acts_B]] = rewards[acts_B]
     else:
         rewards_T = flat(rewards)
-    acts_T = batch.response_mask
     batch.token_level_rewards = torch.where(acts_T, rewards_T, rewards_T.nan_to_num(0.0, 0.0, 0.0))
     if values is not None:
         batch.values = torch.where(acts_T, flat(values).float(), 0.0)
@@ -462,6 +443,11 @@ def from_padded(
         if x_T is not None and not x_T.isfinite().all():
             raise UserError(f"{name}: that of an action is not finite")
     return check(batch)
+
+
+def on_host(x):
+    """A list or a tensor as a tensor on the host, without its graph."""
+    return torch.as_tensor(x).detach().cpu()
 
 
 def to_padded(x_T, attention_mask):
