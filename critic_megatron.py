@@ -34,7 +34,7 @@ from contextlib import contextmanager, redirect_stderr
 from dataclasses import asdict, replace
 from functools import lru_cache, partial
 from heapq import heapreplace
-from os.path import exists, isfile, realpath
+from os.path import realpath
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, NamedTuple
 
@@ -51,6 +51,7 @@ Seed = Annotated[int, Field(ge=0, lt=2**62)]
 Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
 Edge = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)]  # and the square of this
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
 Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AggMode = Literal["token-mean", "token-sum", SeqMode]
@@ -135,7 +136,7 @@ class Config:
     lr_scheduler_type: Literal["constant", "cosine"] = "constant"
     grad_clip: PositiveFloat = 1.0  # clip the norm of the whole gradient to this (inf: no clipping)
     weight_decay: Fraction = 0.01  # AdamW's decoupled decay, on every weight
-    betas: tuple[Fraction, Fraction] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
+    betas: tuple[Decay, Decay] = (0.9, 0.999)  # decay rates of AdamW's two moving averages
 
     def __post_init__(self):
         """ValueError names the flags that do not go together. See check_layout, too."""
@@ -145,8 +146,6 @@ class Config:
         if self.value_range:
             low, high = self.value_range
             flag = f"{to}value-range {low} {high}"
-            if self.value_head == "scalar":
-                raise ValueError(f"{flag}: needs {to}value-head bounded or hl_gauss")
             if not low < high:
                 raise ValueError(f"{flag}: LOW must be below HIGH")
             if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
@@ -154,21 +153,15 @@ class Config:
         if self.value_head == "hl_gauss" and self.value_head_init == "mean":
             raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
 
-        # the loss and the optimizer
+        # the loss
         limit = self.response_length_limit
         divides = self.loss_agg_mode == "seq-mean-token-sum-norm"
         if divides != (limit is not None):
             flag = f"{to}response-length-limit {limit}"
             mode = f"{to}loss-agg-mode seq-mean-token-sum-norm"
             raise ValueError(f"{flag}: belongs to {mode}; set both or neither")
-        if max(self.betas) == 1:
-            raise ValueError(f"{to}betas {self.betas}: must be below 1")
 
         # the layout
-        chunks = self.virtual_pipeline_model_parallel_size
-        if chunks > 1 and self.pipeline_model_parallel_size == 1:
-            flag = f"{to}virtual-pipeline-model-parallel-size {chunks}"
-            raise ValueError(f"{flag}: needs {to}pipeline-model-parallel-size above 1")
         if self.context_parallel_size > 1 and not self.use_remove_padding:
             flag = f"{to}context-parallel-size {self.context_parallel_size}"
             raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
@@ -222,14 +215,7 @@ class Run:
     bootstrap_truncated: bool = False
 
     def __post_init__(self):
-        """ValueError names the flags that do not go together, or a file that cannot be used."""
-        if self.eval_rollouts and not self.rollouts:
-            flag = f"--eval-rollouts {self.eval_rollouts}"
-            raise ValueError(f"{flag}: needs --rollouts; the toy has its own rows")
-        if self.score and exists(self.score) and not isfile(self.score):
-            raise ValueError(f"--score {self.score}: must be a file, because it is read twice")
-
-        # an export or older checkpoints would replace the model that is read
+        """ValueError if an export or older checkpoints would replace the model that is read."""
         theirs = f"{realpath(self.critic.model)}/"
         ours = [realpath(f"{self.out_dir}/{name}") for name in ("hf", "checkpoints")]
         if any(theirs.startswith(f"{path}/") for path in ours) and not self.score:
