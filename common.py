@@ -3231,17 +3231,6 @@ def shape_of(model_config, more):
 # are for models on FSDP, so critic_megatron.py does without them.
 
 
-LARGEST = {  # sizes of a model that we try to build
-    "vocab_size": 2**24,
-    "hidden_size": 2**18,
-    "intermediate_size": 2**20,
-    "num_hidden_layers": 2**10,
-    "num_attention_heads": 2**12,
-    "num_key_value_heads": 2**12,
-    "head_dim": 2**14,
-}
-
-
 DEQUANTISED = ("fp8", "mxfp4")  # methods whose weights transformers turns into numbers
 
 
@@ -3273,14 +3262,6 @@ def load_config(config):
         as_exported._attn_implementation = "sdpa"
         as_exported.validate()
 
-    # a size of 0 fails late, and a huge one fills the memory first
-    text = model_config.get_text_config()
-    for name, most in LARGEST.items():
-        size = None
-        with suppress(Exception):  # some models lack it, others have one for each layer
-            size = getattr(text, name)
-        if isinstance(size, int) and not 0 < size <= most:
-            raise UserError(f"{flag}: {name} is {size}; it must be from 1 to {most:,}")
     disable_dropout(model_config)
     return tokenizer, model_config
 
@@ -3293,15 +3274,8 @@ def stored_config(config):
             torch.set_num_threads(1)  # more would only wait for each other
         tokenizer = load_tokenizer(config)
         return tokenizer, tiny_config(model, len(tokenizer or char_tokenizer(model)))
-    if model.startswith("tiny-"):  # so the hub, which may be out of reach, need not be asked
-        raise UserError("it is none of them")
-
-    # a name on the hub comes later, because a hub that is out of reach is asked for long
-    if isdir(model):
-        refuse_adapter(config)
+    refuse_adapter(config)
     fields = config_of(model)
-    if not isdir(model):
-        refuse_adapter(config)
     return load_tokenizer(config), fields
 
 
@@ -3437,45 +3411,17 @@ def check_length(length, row, model_config):
         raise UserError(f"{row}: {length} tokens, more than the model's {limit}, {most}")
 
 
-HEAD_FILES = (  # a value head in a file of its own, the first that is there
-    "value_head.safetensors",
-    "v_head.safetensors",
-    "value_head.bin",
-    "v_head.bin",
-    "value_head.pt",
-    "v_head.pt",
-)
-HEADS = (  # names of a value head, of one layer such as score.weight or more, as v_head.summary
-    "score",
-    "scores",
-    "score_head",
-    "classifier",
-    "classification_head",
-    "head",
-    "value",
-    "value_head",
-    "valuehead",
-    "value_net",
-    "v_head",
-    "vhead",
-    "critic",
-    "critic_head",
-    "reward",
-    "reward_head",
-    "rm",
-    "rm_head",
-    "regressor",
-    "regression_head",
-    "regression_layer",
-)
+HEAD_FILES = ("value_head.safetensors", "value_head.bin")  # a value head in a file of its own
+
+# names of a value head, of one layer such as score.weight or more, as v_head.summary
+HEADS = ("score", "classifier", "v_head", "value_head", "reward_head", "rm_head")
 WRAPPERS = ("model", "module", "base_model", "pretrained_model")  # names that may stand before it
 
 
 def is_head(name):
     """Whether a weight of a model belongs to a value head, by its name."""
-    parts = name.split(".")
-    first = next((part for part in parts if part not in WRAPPERS), None)
-    return first in HEADS and "original_module" not in parts  # peft's copy from before training
+    parts = [part for part in name.split(".") if part not in WRAPPERS]
+    return parts[0] in HEADS and "original_module" not in parts  # peft's copy from before training
 
 
 def local_folder(name):
@@ -3489,7 +3435,7 @@ def local_folder(name):
 
 
 def open_weights(folder):
-    """(name -> shape of each weight in a model's folder or a checkpoint, function that reads one).
+    """(names of the weights in a model's folder or a checkpoint, function that reads one).
 
     Opens the files that transformers would, and a value head's own; no other pickle, such as
     training_args.bin, is ever opened. UserError names a file that does not load."""
@@ -3499,16 +3445,14 @@ def open_weights(folder):
     # a head in a file of its own, as from LLaMA-Factory and export_hf, goes before one of that name
     own = [name for name in HEAD_FILES if exists(f"{folder}/{name}")][:1]
     tensors = {}
-    shapes = {}
     for file in weight_files(folder) + own:
         with blame(f"{file} does not load"):
             # the files are mapped into memory, so only what is used is read
             for name, x in load_state_dict(f"{folder}/{file}", weights_only=True).items():
                 if file in own and not is_head(name):
                     name = f"value_head.{name}"
-                tensors[name] = x
-                shapes[name] = x.shape
-    return shapes, tensors.__getitem__
+                tensors[name] = x.detach()  # an error if it is no tensor
+    return tensors, tensors.__getitem__
 
 
 def open_checkpoint_weights(folder):
@@ -3524,7 +3468,7 @@ def open_checkpoint_weights(folder):
         dcp.load(tensors, storage_reader=reader, no_dist=True)
         return tensors[name]
 
-    return {name: x.size for name, x in stored.items()}, read
+    return stored, read
 
 
 def weight_files(folder):
@@ -3623,27 +3567,24 @@ def load_value_head(score, config, value_range):
         return None
 
     with blame(f"{flag}: its weights do not load"):
-        shapes, read = open_weights(folder)
-    found = list(filter(is_head, shapes))
-    if not found:
+        names, read = open_weights(folder)
+        head = {name: read(name) for name in names if is_head(name)}
+    if not head:
         return None
 
     # one layer of as many elements fits; some have its weight as (8, D / 8)
-    weight = max(found)
+    weight = max(head)
     ours = {weight: score.weight, f"{weight.removesuffix('weight')}bias": score.bias}
-    if any(name not in ours or shapes[name].numel() != ours[name].numel() for name in found):
-        shown = ", ".join(f"{name} {list(shapes[name])}" for name in sorted(found))
+    if any(name not in ours or x.numel() != ours[name].numel() for name, x in head.items()):
+        shown = ", ".join(f"{name} {list(head[name].shape)}" for name in sorted(head))
         needed = f"one layer of {score.weight.numel()} weights"
         fix = "give a model whose head is"
         if config.value_head_init == "auto":
             fix = f"{to}value-head-init normal starts a new head"
         raise UserError(f"{flag}: its head, {shown:.200}, is not {needed}; {fix}")
 
-    for name in found:
-        ours[name].data.copy_(read(name).reshape(ours[name].shape))
-        if not ours[name].isfinite().all():
-            fault = "is not finite; its training has diverged"
-            raise UserError(f"{flag}: its head, {name}, {fault}")
+    for name, x in head.items():
+        ours[name].data.copy_(x.reshape(ours[name].shape))
     return weight
 
 

@@ -2346,10 +2346,10 @@ class StoredTensors(dict):
 
     def __init__(self, folder, prefix="", flag="--model"):
         with blame(f"{flag} {folder}: its weights do not load"):
-            shapes, read = common.open_weights(folder)
+            names, read = common.open_weights(folder)
         # experts are looked up one by one, in up to four tensors of all
         self.read_once = lru_cache(maxsize=4)(read)
-        for name in shapes:
+        for name in names:
             rest = name.removeprefix(prefix and "model.").removeprefix(prefix)
             self[prefix + rest] = name
 

@@ -237,18 +237,7 @@ def test_numbers_of_the_loop_have_an_upper_bound(flags, capfd):
 
 
 SIZES = {  # words of the answer -> --override-config
-    "num_attention_heads is 0; it must be from 1 to 4,096": '{"num_attention_heads": 0}',
-    "num_key_value_heads is 0": '{"num_key_value_heads": 0}',
     "RoPE requires an even rotary dimension": '{"head_dim": 15}',
-    "head_dim is 0": '{"head_dim": 0}',
-    "hidden_size is 0": '{"hidden_size": 0}',
-    "hidden_size is -64": '{"hidden_size": -64}',
-    "num_hidden_layers is 0": '{"num_hidden_layers": 0}',
-    "num_hidden_layers is 1000000": '{"num_hidden_layers": 1000000}',
-    "hidden_size is 1000000": '{"hidden_size": 1000000}',
-    "vocab_size is 1000000000": '{"vocab_size": 1000000000}',
-    "intermediate_size is 0": '{"intermediate_size": 0}',
-    "vocab_size is 0": '{"vocab_size": 0}',
     "is no config that Qwen2Config takes": '{"hidden_size": "wide"}',
     "is no config that Qwen2Config takes (TypeError: 'int'": '{"validate": 1}',
     "is no config that Qwen2Config takes (StrictDataclassClassV": '{"output_attentions": true}',
@@ -282,7 +271,7 @@ def test_a_config_that_cannot_be_built_is_named(script, words, tmp_path):
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_config_that_cannot_be_built_is_one_line(script, tmp_path):
     flag = "--actor.override-config" if script == PPO else "--override-config"
-    words = "num_attention_heads is 0; it must be from 1 to 4,096"
+    words = "is no config that Qwen2Config takes"
     where = ("--out-dir", tmp_path / "out")
     process = run(sys.executable, script, flag, SIZES[words], *where, timeout=60)
     ends_in_one_line(process, words)
@@ -292,6 +281,9 @@ def test_a_config_that_cannot_be_built_is_one_line(script, tmp_path):
 @pytest.mark.parametrize("sizes, words", [
     ({"pad_token_id": 1000}, "Padding_idx must be within num_embeddings"),
     ({"num_attention_heads": 3}, "must divide"),  # of 2 heads for keys and values
+    ({"num_attention_heads": 0}, "ZeroDivisionError: "),
+    ({"num_key_value_heads": 0}, "ZeroDivisionError: "),
+    ({"hidden_size": -64}, "negative dimension -64"),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
 def test_sizes_that_a_library_refuses_are_one_line(script, sizes, words):
