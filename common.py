@@ -3512,39 +3512,30 @@ def exported_config(model_config):
     return exported
 
 
-NEW_HEAD = "value head new"  # begins the words on a head that has random weights
-
-
 def init_value_head(score, config, model_config):
-    """Initializes the head, an nn.Linear, by --value-head-init -> words on where it comes from.
-    UserError: the model has no head that fits."""
+    """Initializes the head, an nn.Linear, by --value-head-init -> (words on where it comes from,
+    whether the first batch sets it to the mean return). By default that is so for a new head, but
+    not for bins. UserError: the model has no head that fits."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
-    if config.value_head_init in ("zero", "mean"):
-        return f"value head {config.value_head_init}"
+    start = config.value_head_init
+    if start in ("zero", "mean"):
+        return f"value head {start}", start == "mean"
 
     # a trained one, if the model has it
-    if config.model not in TINY and config.value_head_init != "normal":
+    if config.model not in TINY and start != "normal":
         name = load_value_head(score, config, model_config.value_range)
         if name:
-            return f"value head from its {name}"
-    if config.value_head_init == "checkpoint":
+            return f"value head from its {name}", False
+    if start == "checkpoint":
         kind = f"for {config.prefix}value-head {config.value_head}"
         name = f"{config.prefix}model {config.model}"
         raise UserError(f"{name}: holds no trained value head {kind}; give one that does")
 
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-    return f"{NEW_HEAD}, normal(0, {std:.3f})"
-
-
-def starts_at_mean(config, story):
-    """Whether the first batch sets the head to the mean return: it does if --value-head-init asks
-    for it, and by default for a new head, but not for bins (a collective). story: rank 0's has the
-    words of init_value_head."""
-    if config.value_head_init == "auto" and config.value_head != "hl_gauss":
-        return NEW_HEAD in of_all_ranks(story)[0]
-    return config.value_head_init == "mean"
+    at_mean = start == "auto" and config.value_head != "hl_gauss"
+    return f"value head new, normal(0, {std:.3f})", at_mean
 
 
 def load_value_head(score, config, value_range):

@@ -325,7 +325,8 @@ def build_skeleton(config, model_config, kind=AutoModel, wrap=ValueModel):
 
 
 def read_weights(config, model_config):
-    """(a ValueModel on the host with its weights, words on their origin). Only rank 0 calls it."""
+    """(a ValueModel on the host with its weights, words on their origin, whether the head starts at
+    the mean return). Only rank 0 calls it."""
     if exists(f"{config.model}/trainer.json"):  # a checkpoint
         backbone = AutoModel.from_config(model_config, dtype=torch.float32)
         weights = {f"model.model.{name}": x for name, x in backbone.state_dict().items()}
@@ -337,9 +338,9 @@ def read_weights(config, model_config):
         backbone, origin = common.load_model(AutoModel, config, model_config, config.seed)
 
     model = ValueModel(backbone)
-    words = common.init_value_head(model.score, config, model_config)
+    words, at_mean = common.init_value_head(model.score, config, model_config)
     common.add_lora(backbone, config, config.seed)
-    return model, f"{origin}; {words}"
+    return model, f"{origin}; {words}", at_mean
 
 
 def count_parameters(module):
@@ -411,14 +412,15 @@ def shards_of(config, ranks):
 
 
 def build_value_model(skeleton, config, model_config, layout, read=read_weights):
-    """(the skeleton as a sharded ValueModel with its weights, words on their origin). Only rank 0
-    reads the weights, and it sends each rank its shards."""
+    """(the skeleton as a sharded ValueModel with its weights, and what `read` says of them). Only
+    rank 0 reads the weights, and it sends each rank its shards."""
     if layout.backbone:
         return share_backbone(layout.backbone, config, model_config)
     source = None
-    origin = ""
+    told = None
     if RANK == 0:
-        source, origin = read(config, model_config)
+        source, *told = read(config, model_config)
+    told = of_all_ranks(told)[0]
 
     shard = shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2
     model = shard(skeleton, config, layout)
@@ -426,7 +428,7 @@ def build_value_model(skeleton, config, model_config, layout, read=read_weights)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
     model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-    return model, origin
+    return model, *told
 
 
 def needs_grad(module, args, output):
@@ -629,7 +631,8 @@ class DataParallelPPOCritic:
         # the model
         steps = self.total_steps
         self.compiled = compile_blocks(skeleton, config, model_config, layout.device, steps)
-        self.model, origin = build_value_model(skeleton, config, model_config, layout)
+        made = build_value_model(skeleton, config, model_config, layout)
+        self.model, origin, self.at_mean = made  # whether the head starts at the mean return
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only
         if self.image_processor:
             self.model.model.get_input_embeddings().register_forward_hook(needs_grad)
@@ -1062,7 +1065,7 @@ class CriticWorker:
         next batch decides."""
         self.check_ready()
         critic = self.critic
-        if critic.optimizer_steps or not common.starts_at_mean(self.config, critic.story):
+        if critic.optimizer_steps or not critic.at_mean:
             return
 
         # two digits are enough: at the mean itself, the bias has no gradient, and rounding would
@@ -1618,18 +1621,18 @@ ADAPTER = "critic"  # the name of the critic's adapters in a backbone that it sh
 
 
 def share_backbone(backbone, config, model_config):
-    """(a ValueModel of another model's backbone, words on the origin of its weights). Only the head
-    is new, and spread over the same ranks. Without adapters, nothing else learns: it is a probe."""
+    """build_value_model, but with another model's backbone. Only the head is new, and spread over
+    the same ranks. Without adapters, nothing else learns: it is a probe."""
     model = ValueModel(backbone, model_config.num_labels)
     take_turn = partial(common.use_adapter, backbone, ADAPTER if config.lora_rank else None)
     model.register_forward_pre_hook(lambda *_: take_turn())
     take_turn()
-    words = common.init_value_head(model.score, config, model_config)
+    words, at_mean = common.init_value_head(model.score, config, model_config)
     weight = next(backbone.parameters())
     policy = fsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
     fsdp.fully_shard(model.score.to(weight.device), mesh=weight.device_mesh, mp_policy=policy)
     story = "with adapters of its own" if config.lora_rank else "which only the actor changes"
-    return model, f"the actor's weights, {story}; {words}"
+    return model, f"the actor's weights, {story}; {words}", at_mean
 
 
 def shares_backbone(model):

@@ -367,7 +367,8 @@ def build_skeleton(config, model_config):
 
 
 def read_weights(config, model_config):
-    """(tensors by their names in critic_fsdp.py, words on their origin).
+    """(tensors by their names in critic_fsdp.py, words on their origin, whether the head starts at
+    the mean return).
 
     A rank reads only the tensors that it needs. Random weights are those of critic_fsdp.py, so
     every rank draws the whole model."""
@@ -384,9 +385,9 @@ def read_weights(config, model_config):
         common.refuse_scales(tensors, f"{flag} {config.model}")
         origin = f"{len(tensors)} tensors from {config.model} (no optimizer state)"
 
-    words = common.init_value_head(head, config, model_config)
+    words, at_mean = common.init_value_head(head, config, model_config)
     score = {f"score.{name}": x for name, x in head.state_dict().items()}
-    return collections.ChainMap(score, tensors), f"{origin}; {words}"
+    return collections.ChainMap(score, tensors), f"{origin}; {words}", at_mean
 
 
 def count_parameters(module):
@@ -700,7 +701,7 @@ class MegatronPPOCritic:
         self.rotary = type(skeleton["model"].rotary_emb)(model_config).to(layout.device)
         self.model = nn.ModuleList(map(wrap, self.modules)).to(layout.device)  # what trains
         self.image_processor = None  # this script reads text only
-        tensors, origin = read_weights(config, model_config)
+        tensors, origin, self.at_mean = read_weights(config, model_config)
         percent = f"{trained / count:.2%}"
         self.story = f"{count:,} parameters, {trained:,} of them ({percent}) train: {origin}"
 
@@ -1180,7 +1181,7 @@ class CriticWorker:
         next batch decides."""
         self.check_ready()
         critic = self.critic
-        if critic.optimizer_steps or not common.starts_at_mean(self.config, critic.story):
+        if critic.optimizer_steps or not critic.at_mean:
             return
 
         # two digits are enough: at the mean itself, the bias has no gradient, and rounding would

@@ -48,7 +48,7 @@ def a_weight_may_be_used_on_one_rank_alone(folder):
     for layout, of_rank in itertools.product(("fsdp2", "none"), ([0, 1], [0, 0])):
         expert = 0
         worker = make(lr=0.1, weight_decay=0.5, shuffle=False, **LAYOUTS[layout])
-        plain, _ = critic_fsdp.read_weights(worker.config, worker.model_config)
+        plain, *_ = critic_fsdp.read_weights(worker.config, worker.model_config)
         expert = of_rank[RANK]
         with captured_gradients(worker.critic) as gradients:
             worker.update_critic(mine(batch))

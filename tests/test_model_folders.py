@@ -68,7 +68,7 @@ def read(script, folder, **fields):
     config = script.Config(model=str(folder), **fields)
     _, model_config = common.load_config(config)
     common.configure_head(model_config, config, None)
-    weights, words = script.read_weights(config, model_config)
+    weights, words, _ = script.read_weights(config, model_config)
     return (weights.state_dict() if script is critic_fsdp else weights), words
 
 
