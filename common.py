@@ -2274,8 +2274,6 @@ def read_file(path, flag):
             import pyarrow.parquet
 
             return lines_of_tables(pyarrow.parquet.ParquetFile(io.BytesIO(text)).iter_batches())
-        if text.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):  # as PowerShell writes it
-            text = text.decode("utf-16").encode()
 
     # a byte order mark begins a file, or a line where files were joined
     lines = [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
@@ -2489,13 +2487,9 @@ def heard(number, frame):
         return
 
     told(number)
-    if number == signal.SIGINT and RANK == 0:
+    if number == signal.SIGINT:
         second = "Ctrl-C again ends it at once"
-        line = f"Ctrl-C     the run saves its state and ends within a step; {second}\n"
-        if os.isatty(1):
-            line = "\n" + line  # after ^C, or a bar
-        with suppress(OSError):
-            os.write(1, line.encode())  # print could be within a print
+        say(1, f"the run saves its state and ends within a step; {second}")
 
 
 def told(number):
@@ -2508,13 +2502,17 @@ def told(number):
 
 def interrupted(*_):
     """Ends the process with one line: Ctrl-C (SIGINT) finds nothing to save, or comes again."""
-    line = b"Ctrl-C     ended at once\n"
-    if os.isatty(2):
-        line = b"\n" + line  # after ^C
+    say(2, "ended at once")
+    os._exit(128 + signal.SIGINT)
+
+
+def say(stream, words):
+    """Writes a line about Ctrl-C from its handler, where print could be within a print. stream: 1
+    for standard output, 2 for standard error."""
+    start = "\n" if os.isatty(stream) else ""  # after ^C, or a bar
     with suppress(OSError):
         if RANK == 0:
-            os.write(2, line)
-    os._exit(128 + signal.SIGINT)
+            os.write(stream, f"{start}Ctrl-C     {words}\n".encode())
 
 
 AT_EXIT = []  # what launch calls at the very end
@@ -2781,21 +2779,11 @@ def as_json(state, indent=None):
 
 
 def replace_lines(path, rows):
-    """Replaces a JSONL file; a crash leaves the old or the new one, whole."""
+    """Replaces a JSONL file, which is on the disk then; a crash leaves the old or the new one,
+    whole."""
     make_folder(dirname(path))
     with open(f"{path}.tmp", "w") as file:
         file.writelines(f"{as_json(row)}\n" for row in rows)  # `rows` may be made one at a time
-    replace_file(path)
-
-
-def replace_json(path, state):
-    """Replaces a JSON file; a crash leaves the old or the new one, whole."""
-    Path(f"{path}.tmp").write_text(as_json(state, indent=1))
-    replace_file(path)
-
-
-def replace_file(path):
-    """Gives path.tmp, which is written, the name of path; both are on the disk then."""
     flush_to_disk(f"{path}.tmp")
     os.replace(f"{path}.tmp", path)
     flush_to_disk(dirname(path))
@@ -3102,7 +3090,7 @@ class Checkpoints:
         """Sets `folder` to the newest undamaged checkpoint, and `halvings` (a collective)."""
         halvings = 0
         with suppress(OSError, ValueError):
-            halvings = max(0, int(self.out_of_memory.read_text()))
+            halvings = int(self.out_of_memory.read_text())
         steps = steps_in(f"{self.out_dir}/checkpoints")
 
         # network file systems may show ranks different files: what rank 0 sees counts

@@ -1099,12 +1099,12 @@ def evaluate(replies, run, reward, phases, step, logger):
     rows = list(chain(*parts))
     past = common.read_lines(f"{run.out_dir}/metrics.jsonl")
     if not any("eval/reward" in line for line in past):
-        common.replace_json(f"{run.out_dir}/samples_first.json", rows)
+        common.replace_lines(f"{run.out_dir}/samples_first.json", [rows])
 
     # a mean of zeros and ones is an accuracy
     name = "accuracy" if set(rewards) <= {0.0, 1.0} else "reward"
     logger.log(step, {"eval/reward": mean, f"eval/{name}": mean, "eval/errors": faults})
-    common.replace_json(f"{run.out_dir}/samples.json", rows)
+    common.replace_lines(f"{run.out_dir}/samples.json", [rows])
     print0(f"held out   {name} {mean:z.3f}")
     for row in rows[:2]:
         shown = f"{row['prompt'][-60:]!r} -> {row['response'][-60:]!r}  reward {row['reward']:zg}"

@@ -394,10 +394,8 @@ def test_an_empty_response_is_a_policy_that_stopped_at_once():
 
 @pytest.mark.parametrize("encode", [
     lambda text: codecs.BOM_UTF8 + text.encode(),
-    lambda text: text.encode("utf-16"),
-    lambda text: codecs.BOM_UTF16_BE + text.encode("utf-16-be"),
     lambda text: b"\n".join(codecs.BOM_UTF8 + line for line in text.encode().splitlines()),
-], ids=["utf-8", "utf-16", "utf-16, big end first", "joined files"])  # fmt: skip
+], ids=["utf-8", "joined files"])  # fmt: skip
 def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     lines = [json.dumps(GOOD | {"prompt": prompt}, ensure_ascii=False) for prompt in ("1+1=", "é=")]
     tokenizer = a_tokenizer()
@@ -416,10 +414,17 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     assert [(row["prompt"], row["last_value"]) for row in scored] == [("1+1=", 1.0), ("é=", 1.0)]
 
 
+def test_a_file_in_utf_16_is_refused(tmp_path):
+    line = json.dumps(GOOD | {"prompt": "1+1="})
+    (tmp_path / "rows.jsonl").write_text(f"{line}\n{line}\n", "utf-16")
+    with refused("JSON", begin=f"--rollouts {tmp_path}/rows.jsonl:2: "):
+        common.read_rows(str(tmp_path / "rows.jsonl"), a_tokenizer())
+
+
 def test_scores_stand_next_to_the_rows_of_a_file_of_another_system(tmp_path):
     rows = random_batch(2, idle=False)
     lines = [json.dumps(GOOD | {"prompt": "1+1=", "response_mask": [1], "n": n}) for n in (1, 2)]
-    (tmp_path / "rows.jsonl").write_bytes("\n".join(lines).encode("utf-16"))
+    (tmp_path / "rows.jsonl").write_bytes(codecs.BOM_UTF8 + "\n".join(lines).encode())
     common.write_scores(str(tmp_path / "rows.jsonl"), str(tmp_path), rows, None, 1.0)
     assert [row["n"] for row in common.read_lines(tmp_path / "scored.jsonl")] == [1, 2]
 

@@ -684,12 +684,6 @@ def test_how_often_memory_ran_out_is_kept_as_a_number(tmp_path):
     assert (tmp_path / "out_of_memory").read_text() == "3"  # not for a user's file of that name
 
 
-def test_a_number_below_zero_halves_nothing(tmp_path):
-    (tmp_path / "out_of_memory").write_text("-1")
-    common.setup_distributed()
-    assert common.Checkpoints(str(tmp_path), resume="auto").halvings == 0
-
-
 GROUPS = """
 import os, sys
 import torch.distributed as dist
