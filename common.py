@@ -3602,15 +3602,10 @@ def add_lora(backbone, config, seed, adapter="default"):
     may have others already, of another name. Seeds torch.
 
     A layer then computes W x + alpha / r B A x (LoRA, 2106.09685). A is random, B zero: values
-    start unchanged. Experts stored as one tensor get none. UserError: r is above the model's
-    width."""
+    start unchanged. Experts stored as one tensor get none."""
     rank = config.lora_rank
     if not rank:
         return
-    width = backbone.config.get_text_config().hidden_size
-    if rank > width:
-        flag = f"{config.prefix}lora-rank {rank}"
-        raise UserError(f"{flag}: must be at most {width}, the model's hidden_size")
     from peft import LoraConfig, inject_adapter_in_model
 
     backbone = nn.ModuleList([backbone])  # peft would choose by its config
@@ -3909,10 +3904,11 @@ def offload(tensors):
     for storage, x in memory.items():
         size = storage.nbytes() // x.itemsize
         sizes = [1 << bit for bit in range(size.bit_length()) if size >> bit & 1]
-        pieces = [torch.empty(n, dtype=x.dtype, pin_memory=True) for n in sizes]
-        for piece, part in zip(pieces, x.as_strided((size,), (1,), 0).split(sizes)):
-            piece.copy_(part, non_blocking=True)
-        away.append((x, pieces))
+        pairs = []
+        for part in x.as_strided((size,), (1,), 0).split(sizes):
+            piece = torch.empty(len(part), dtype=x.dtype, pin_memory=True)
+            pairs.append((part, piece.copy_(part, non_blocking=True)))
+        away.append((storage, storage.nbytes(), pairs))
 
     # the copies are complete after one wait
     if away:
@@ -3925,10 +3921,9 @@ def offload(tensors):
 
 def onload(away):
     """Undoes `offload`, whose results the list holds, and empties the list."""
-    for x, pieces in away:
-        sizes = [len(piece) for piece in pieces]
-        x.untyped_storage().resize_(sum(sizes) * x.itemsize)
-        for piece, part in zip(pieces, x.as_strided((sum(sizes),), (1,), 0).split(sizes)):
+    for storage, size, pairs in away:
+        storage.resize_(size)
+        for part, piece in pairs:
             part.copy_(piece, non_blocking=True)
     away.clear()
 

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 import transformers
-from helpers import HALFWAY, captured_gradients, full_tensor, interrupted_in, refused
+from helpers import HALFWAY, captured_gradients, full_tensor, interrupted_in
 from ppo_helpers import KINDS, TOKENIZER, batch_to_learn, engine_of, plain, policy, tied
 from reference import loss_by_hand
 
@@ -163,11 +163,6 @@ def test_the_base_is_held_in_the_dtype_of_products(kind, tmp_path):
         wide = policy(kind, 0.7, **LORA, param_dtype="bfloat16")
     assert torch.equal(wide.compute_log_probs(batch), base_T)
     assert {x.dtype for _, x in w.weights()} == {torch.float32}
-
-
-def test_what_cannot_be_adapted_is_refused():
-    with refused("must be at most 64, the model's hidden_size", begin="--actor.lora-rank 65: "):
-        policy(lora_rank=65)
 
 
 @pytest.mark.parametrize("flags, words", [

@@ -307,11 +307,6 @@ def test_no_process_group_is_built_for_a_config_that_megatron_refuses():
         critic_megatron.check_model_flags(config, model_config)
 
 
-def test_an_adapter_wider_than_the_model_is_named():
-    with refused("must be at most 64, the model's hidden_size", begin="--lora-rank 65: "):
-        critic_fsdp.CriticWorker(critic_fsdp.Config(lora_rank=65))
-
-
 def test_padding_is_advised_only_to_a_run_that_packs():
     """A sliding window that only the model's own mask knows cannot be packed."""
     fields = {"model": "tiny-qwen2", "override_config": '{"hidden_act": "none of these"}'}
