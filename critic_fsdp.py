@@ -296,10 +296,21 @@ class ValueModel(nn.Module):
             return self.score(hidden_BLD.float()).squeeze(-1)
 
 
-def build_skeleton(config, model_config, kind=AutoModel, wrap=ValueModel):
-    """A ValueModel on the meta device: everything but the weights. UserError: cannot be built.
+def build_skeleton(config, model_config):
+    """A ValueModel on the meta device: everything but the weights. UserError: cannot be built."""
+    return skeleton_of(AutoModel, ValueModel, config, model_config)
 
-    kind, wrap: the actor of ppo_loop.py is another class of transformers, in another module."""
+
+def skeleton_of(kind, wrap, config, model_config):
+    """wrap(a model of this kind of transformers) on the meta device. The actor of ppo_loop.py is of
+    another kind, in another module."""
+    with blame(f"{config.prefix}model {config.model}: has no attention"):
+        heads = model_config.get_text_config().num_attention_heads
+    if heads % config.ulysses_size:
+        flag = f"{config.prefix}ulysses-size {config.ulysses_size}"
+        raise UserError(f"{flag}: must divide {heads} attention heads")
+
+    # its module, then what of it trains
     model_config = deepcopy(model_config)  # another model of this config may want other attention
     name = f"{config.prefix}model {config.model} ({model_config.model_type})"
     with blame(f"{name}: cannot be built{padding_advice(config)}"), torch.device("meta"):
@@ -411,24 +422,28 @@ def shards_of(config, ranks):
     return ranks if config.fsdp_size == -1 else config.fsdp_size
 
 
-def build_value_model(skeleton, config, model_config, layout, read=read_weights):
-    """(the skeleton as a sharded ValueModel with its weights, and what `read` says of them). Only
-    rank 0 reads the weights, and it sends each rank its shards."""
+def build_value_model(skeleton, config, model_config, layout):
+    """(the skeleton as a sharded ValueModel with its weights, and what read_weights says of them).
+    Only rank 0 reads the weights, and it sends each rank its shards."""
     if layout.backbone:
         return share_backbone(layout.backbone, config, model_config)
     source = None
     told = None
     if RANK == 0:
-        source, *told = read(config, model_config)
+        source, *told = read_weights(config, model_config)
     told = of_all_ranks(told)[0]
+    return spread_model(skeleton, source, config, layout), *told
 
+
+def spread_model(skeleton, source, config, layout):
+    """The skeleton, sharded, with the weights of `source`, which only rank 0 has."""
     shard = shard_fsdp1 if config.strategy == "fsdp1" else shard_fsdp2
     model = shard(skeleton, config, layout)
     common.send_weights(model, source)
     for buffer in model.buffers():  # --offload-policy does not move buffers
         buffer.data = buffer.to(layout.device)
     model.model.get_decoder().register_forward_pre_hook(slice_row, with_kwargs=True)
-    return model, *told
+    return model
 
 
 def needs_grad(module, args, output):
@@ -1255,18 +1270,11 @@ def check_layout(config, world_size=WORLD_SIZE):
         raise UserError(f"{to}fsdp-size 1: {words}")
 
 
-def check_model_flags(config, model_config, kind=AutoModel, wrap=ValueModel):
+def check_model_flags(config, model_config):
     """UserError for flags that do not fit this model, or for a model that cannot be built."""
-    to = config.prefix
-    with blame(f"{to}model {config.model}: has no attention"):
-        heads = model_config.get_text_config().num_attention_heads
-    sp = config.ulysses_size
-    if heads % sp:
-        raise UserError(f"{to}ulysses-size {sp}: must divide {heads} attention heads")
-
-    skeleton = build_skeleton(config, model_config, kind, wrap)
+    skeleton = build_skeleton(config, model_config)
     if config.strategy != "fsdp1":
-        common.check_skipped_weights(skeleton, f"{to}strategy {config.strategy}")
+        common.check_skipped_weights(skeleton, f"{config.prefix}strategy {config.strategy}")
 
 
 def check_budget(config, longest, row):
@@ -1426,7 +1434,8 @@ def load_rows(run, worker):
     else:
         train = read(common.toy_rows(4096, run.critic.seed))
         tokenizer = worker.tokenizer
-        held_out = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
+        toy = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
+        held_out = run.eval_rollouts or toy
     if run.critic.value_weights == "noise" and train.rollout_log_probs is None:
         raise UserError("--value-weights noise: some rows of --rollouts have no log_probs")
     if not held_out:

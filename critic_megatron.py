@@ -1565,7 +1565,8 @@ def load_rows(run, worker):
     else:
         train = read(common.toy_rows(4096, run.critic.seed))
         tokenizer = worker.tokenizer
-        held_out = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
+        toy = common.toy_rows(512, run.critic.seed, held_out=True, tokenizer=tokenizer)
+        held_out = run.eval_rollouts or toy
     if run.critic.value_weights == "noise" and train.rollout_log_probs is None:
         raise UserError("--value-weights noise: some rows of --rollouts have no log_probs")
     if not held_out:

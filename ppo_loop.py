@@ -812,9 +812,9 @@ def check_models(run, tokenizer, model_config, longest, known):
     critic_script = critic_module(run.backend)
     critic_script.check_model_flags(critic, critic_config)
     critic_script.check_budget(critic, longest, LONGEST)
-    kind = policy_class(model_config)
-    critic_fsdp.check_model_flags(actor, model_config, kind, partial(Policy, run, None))
     critic_fsdp.check_budget(actor, longest, LONGEST)
+    skeleton = skeleton_of(run, None, model_config)
+    common.check_skipped_weights(skeleton, f"--actor.model {actor.model}")
 
 
 def check_images(run, tokenizer, images):
@@ -1891,6 +1891,12 @@ class Policy(nn.Module):
         return torch.stack([chosen_C, entropy_C], 1)
 
 
+def skeleton_of(run, task, model_config):
+    """A Policy on the meta device: everything but the weights. UserError: cannot be built."""
+    wrap = partial(Policy, run, task)
+    return critic_fsdp.skeleton_of(policy_class(model_config), wrap, run.actor, model_config)
+
+
 class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
     """Log-probs and updates of a policy, by the loops of the critic: its `values` are the log-probs
     of the actions, and it has another model and another loss."""
@@ -1918,9 +1924,7 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
         self.compiled = False
 
         # the model, and what of it trains
-        policy = critic_fsdp.build_skeleton(
-            config, model_config, policy_class(model_config), partial(Policy, run, self.task)
-        )
+        policy = skeleton_of(replace(run, actor=config), self.task, model_config)
         self.add_adapters_of_critic(policy.lm)
         for name, p in policy.named_parameters():
             if not self.trains or (config.lora_rank and ".lora_" not in name):
@@ -1929,9 +1933,10 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
         count, trained = critic_fsdp.count_parameters(policy)
 
         # spread it, with its weights
-        self.model, origin = critic_fsdp.build_value_model(
-            policy, config, model_config, layout, self.read_policy
-        )
+        source = None
+        if RANK == 0:
+            source = self.read_policy(model_config)
+        self.model = critic_fsdp.spread_model(policy, source, config, layout)
         self.model.lm.tie_weights()  # spreading has untied them
         self.model.lm.generation_config = GenerationConfig(eos_token_id=self.task.stop_ids)
         self.checksum = of_all_ranks(self.checksum)[0]
@@ -1940,7 +1945,7 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
 
         # say so
         name = "actor    " if self.trains else "reference"
-        size = f"{count:,} parameters, {trained:,} of them train: {origin}"
+        size = f"{count:,} parameters, {trained:,} of them train"
         print0(f"{name}  {config.model} ({model_config.model_type}), {size}")
         if has_tower and self.trains:
             print0("images     are not read; the vision tower stays as it is")
@@ -1951,16 +1956,15 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
             self.optimizer = critic_fsdp.build_optimizer(self.model, config, self.peak_lr)
         self.parameters = [p for p in self.model.parameters() if p.requires_grad]
 
-    def read_policy(self, config, model_config):
-        """(the policy on the host with its weights, words on their origin). Only rank 0 calls
-        it."""
-        kind = policy_class(model_config)
-        lm, origin = common.load_model(kind, config, model_config, config.seed)
+    def read_policy(self, model_config):
+        """The policy on the host, with its weights. Only rank 0 calls it."""
+        config = self.config
+        lm, _ = common.load_model(policy_class(model_config), config, model_config, config.seed)
         if self.run.uses_reference or config.lora_rank:
             self.checksum = sum(int(p.data.view(torch.int32).sum()) for p in lm.parameters())
         common.add_lora(lm.base_model, config, config.seed)
         self.add_adapters_of_critic(lm)
-        return Policy(self.run, self.task, lm), origin
+        return Policy(self.run, self.task, lm)
 
     def add_adapters_of_critic(self, lm):
         """Adapters for a critic that shares the base. They rest until it takes its turn."""
