@@ -141,6 +141,19 @@ def samples_and_metrics_agree(folder, most):
     return first, others
 
 
+def one_step(folder):
+    """A step of PPO, with one update of each model, on two ranks that share the actor's rows, with
+    the critic in another layout, is that of one rank to 1e-6."""
+    flags = ["--steps", "1", "--critic-warmup", "0"]
+    for model in ("actor", "critic"):
+        flags += [f"--{model}.ppo-epochs", "1", f"--{model}.ppo-mini-batch-size", "64"]
+    ranks = common.WORLD_SIZE
+    layout = ("--actor.ulysses-size", "2", "--critic.fsdp-size", "1") if ranks == 2 else ()
+    toy(folder, f"one step on {ranks}", *flags, *layout)
+    if ranks == 2 and common.RANK == 0:
+        assert_close_runs([folder / "one step on 2"], folder / "one step on 1", 1e-6)
+
+
 def golden_runs_agree(folder):
     """They agree to 1e-4, and values of the first step to 1e-5: both critics load the same folder
     and draw the same new value head. --dump-rollouts writes all rows in the order of one rank."""
@@ -576,6 +589,8 @@ LAUNCHES = [
     ("start", 1, start, ("--supervised-steps", "100"), ()),
     *((f"golden {x}", n, toy, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
+    ("one step on 1", 1, one_step, (), ("start",)),
+    ("one step on 2", 2, one_step, (), ("start", "one step on 1")),
     ("fsdp 2 goes on, offloaded", 2, goes_on, ("fsdp 2", "fsdp 2", "--offload"),
      ("golden fsdp 2",)),
     ("megatron tp 2 goes on", 2, goes_on, ("megatron tp 2",) * 2, ("golden megatron tp 2",)),
@@ -602,7 +617,7 @@ LAUNCHES = [
 # of the ring that is quick: a run with each critic, one that goes on, and a rank that is killed
 QUICK = ("start", "golden fsdp 2", "golden megatron tp 2", "fsdp 2 goes on, offloaded")
 QUICK += ("update of the actor on 1", "update of the actor on 2", "functions of a file")
-QUICK += ("a lost rank is reported",)
+QUICK += ("a lost rank is reported", "one step on 1", "one step on 2")
 for name, ranks, function, args, needs in LAUNCHES:
     slow = name not in QUICK
     forked.scenario(ranks, name, args, tuple(needs), fresh=True, slow=slow)(function)
