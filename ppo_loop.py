@@ -22,7 +22,6 @@ import argparse
 import asyncio
 import collections
 import ctypes
-import difflib
 import inspect
 import io
 import json
@@ -36,17 +35,17 @@ import sys
 import tempfile
 import traceback
 import warnings
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from copy import deepcopy
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cache, partial
 from importlib import import_module, util
-from itertools import chain, cycle, groupby
+from itertools import chain, groupby
 from math import ceil, inf, log, nan
 from os.path import exists, realpath
-from time import perf_counter, sleep
+from time import perf_counter
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 if __name__ == "__main__":
@@ -56,32 +55,6 @@ if __name__ == "__main__":
             setattr(sys, name, open(os.devnull, "r+"))
             os.set_inheritable(number, True)
 
-POOLS = {}  # a user's file -> the processes that call its functions
-
-
-def end_workers():
-    """Ends these processes and the programs that they have started."""
-    for pool in POOLS.values():
-        pool.stop()
-        sleep(2 * CONSTS.sleep_unit)  # until Pebble starts no process in place of one that ends
-
-    # each is a process group, unless it has just been started
-    for process in multiprocessing.active_children():
-        if process.name != WORKERS_NAME:
-            continue
-        with suppress(OSError):
-            os.kill(process.pid, signal.SIGKILL)
-            os.killpg(process.pid, signal.SIGKILL)
-    for pool in POOLS.values():
-        pool.join()
-
-
-def interrupted(*_):
-    """Ends this process, by Ctrl-C, and its worker processes."""
-    end_workers()
-    common.interrupted()
-
-
 import cloudpickle
 import pydantic
 import torch
@@ -90,9 +63,9 @@ import torch.nn as nn
 import transformers
 import tyro
 from loky import wrap_non_picklable_objects
-from loky.backend import get_context
-from pebble import CONSTS, ProcessExpired, ProcessPool
-from pebble.pool.process import WORKERS_NAME
+from loky.backend.context import LokyContext
+from loky.backend.process import LokyProcess
+from pebble import ProcessExpired, ProcessPool
 from pydantic import Field, ValidationError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -2930,45 +2903,56 @@ def check_layout(run):
 # ---- The user's functions: Pebble calls them in processes of their own ---------------------------
 
 CALLS = 8  # at a time, on any number of cores: a row may wait for an answer from elsewhere
-# what a parameter of this name gets, see facts_of; with `rows` all of them get lists over the rows
-NAMED = {x: x for x in ("prompt", "response", "answer", "turns", "truncated", "tokens", "row")}
-NAMED["rows"] = "row"
-OTHERS = {  # the same for functions that are made for other tools, known by the first name
-    "verl": {
-        "solution_str": "response",
-        "ground_truth": "answer or reward_model.ground_truth",
-        "data_source": "row.data_source",
-        "extra_info": "row.extra_info",
-    },
-    "OpenRLHF": {"queries": "prompt + response", "prompts": "prompt", "labels": "answer"},
-    "TRL": {
-        "completions": "response or messages",
-        "prompts": "prompt or messages",
-        "completion_ids": "tokens",
-    },
-}
+POOLS = {}  # a user's file -> the processes that call its functions
+
+# what functions get by the names of their parameters, see facts_of; the first three by any name
+MAIN_FACTS = ("prompt", "response", "answer")
+FACTS = (*MAIN_FACTS, "messages", "turns", "truncated", "tokens", "row", "rows")
+
+
+class Worker(LokyProcess):
+    """A process that calls functions. The programs that they have started end with it."""
+
+    def terminate(self):
+        with suppress(OSError):  # it has just been started and leads no group, see begin_process
+            os.killpg(self.pid, signal.SIGKILL)
+        super().terminate()
+
+
+class Workers(LokyContext):
+    """Starts them without an import of this file, which takes ten seconds."""
+
+    Process = Worker
 
 
 class UserFunction(NamedTuple):
     """FUNCTION of a user's file. A row that hangs or kills its process fails alone."""
 
-    path: str
-    name: str
-    seconds: float  # that a call may take
+    path: str  # of the file; "": the function is one of this process
+    function: Any  # or its name in the file
+    seconds: float  # that a call may take; 0: no limit, it runs in this process
     plan: tuple = ()  # see plan_of
 
-    def schedule(self, function, *args, timeout=None):
-        """function(path, name, *args) as a future, in a process that has imported the file."""
+    def schedule(self, use, *args, timeout=None):
+        """attempt(path, function, use, *args) as a future."""
+        if self.seconds == 0:
+            future = Future()
+            future.set_result(attempt(self.path, self.function, use, *args))
+            return future
+
+        # what they run of this file is sent by value
+        cloudpickle.register_pickle_by_value(sys.modules[__name__])
         pool = POOLS.get(self.path)
         if pool is None or not pool.active:  # a process that dies between two rows may break it
-            pool = POOLS[self.path] = new_pool(self.path)
-        wrapped = wrap_non_picklable_objects(function)
-        return pool.schedule(wrapped, (self.path, self.name, *args), timeout=timeout)
+            pool = ProcessPool(CALLS, 0, begin_process, (self.path,), Workers())
+            POOLS[self.path] = pool
+        wrapped = wrap_non_picklable_objects(partial(attempt, self.path, self.function, use))
+        return pool.schedule(wrapped, args, timeout=timeout)
 
 
 def load_function(name, flag, seconds):
-    """A built-in reward, or FUNCTION of FILE.py as a UserFunction; with 0 seconds the function
-    itself. UserError: the file or the name is wrong."""
+    """A built-in reward, or FUNCTION of FILE.py as a UserFunction. UserError: the file or the name
+    is wrong."""
     if not name or name in REWARDS:
         return REWARDS.get(name)
     path, _, function = name.rpartition(":")
@@ -2978,153 +2962,118 @@ def load_function(name, flag, seconds):
 
     # absolute, because the user's code may change the directory
     loaded = UserFunction(os.path.abspath(path), function, seconds)
-    if seconds == 0:
-        wrong, plan = look_at(loaded.path, function)
-    else:
-        with blame(f"{flag} {name}: a process that imports the file dies"):
-            # ten minutes, because a process that ends with status 0 is started again and again
-            wrong, plan = loaded.schedule(look_at).result(600)
+    with blame(f"{flag} {name}: a process that imports the file dies"):
+        # ten minutes, because a process that ends with status 0 is started again and again
+        plan, wrong = loaded.schedule(plan_of).result(600)
     if wrong:
         raise UserError(f"{flag} {name}: {wrong}")
-    print0(f"calls      {flag} {function}{plan[-1]}")
 
-    # in this process, breakpoint() works
-    if seconds == 0:
-        return getattr(import_file(loaded.path), function)
+    # in words, as in score(prompt, r=response)
+    by_place, by_name = plan
+    words = [*by_place, *(x if x == fact else f"{x}={fact}" for x, fact in by_name.items())]
+    lists = ", lists over rows" if "rows" in by_name else ""
+    print0(f"calls      {flag} {function}({', '.join(words)}){lists}")
     return loaded._replace(plan=plan)
-
-
-def new_pool(path):
-    """Processes that import the user's file, and not this one, which takes ten seconds:
-    loky leaves out the main module, and what they run of this file is sent by value."""
-    cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-    # a row that hangs in C does not hear SIGTERM; until SIGKILL, the other rows wait
-    CONSTS.term_timeout = 0.2  # seconds
-    begin = wrap_non_picklable_objects(begin_process)
-    return ProcessPool(CALLS, initializer=begin, initargs=(path,), context=get_context("loky"))
 
 
 def begin_process(path):
     """The first thing that a process does. The import of the user's file is not part of a row's
     time."""
-    # the programs that a function starts end with the process: they are one group
-    process = os.getpid()
+    # it leads a group, to which the programs that a function starts belong; functions start and end
+    # processes as anywhere else
     os.setpgid(0, 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    multiprocessing.set_start_method(None, force=True)
 
-    def end(*_):
-        if os.getpid() == process:  # else a child that a function has forked
-            os.killpg(process, signal.SIGKILL)
-        os._exit(1)
-
-    # Pebble sends SIGTERM; if the rank is killed, its processes die even in a row that hangs
-    signal.signal(signal.SIGTERM, end)
+    # if the rank is killed, its processes die even in a row that hangs
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
-    # what a function prints is not lost when the process is killed, and its own processes start as
-    # anywhere else
+    # what a function prints is not lost when the process is killed
     sys.stdout.reconfigure(line_buffering=True)
-    multiprocessing.set_start_method(None, force=True)
-    with suppress(BaseException):  # look_at says what is wrong
+    with suppress(BaseException):  # load_function says what is wrong
         import_file(path)
 
 
+def end_workers():
+    """Ends the processes and the programs that they have started."""
+    for pool in POOLS.values():
+        pool.stop()
+        pool.join()
+
+
+def interrupted(*_):
+    """Ends this process, by Ctrl-C, and its worker processes."""
+    end_workers()
+    common.interrupted()
+
+
 def plan_of(function):
-    """How to call a function -> (what it gets by position, {parameter: what it gets}, whether lists
-    over all rows, and all this in words). What it gets: a name of facts_of."""
+    """How to call a function -> (FACTS that it gets by position, {parameter: FACT}). ValueError:
+    it is made for another tool."""
     parameters = inspect.signature(function).parameters.values()
-    kinds = {x.kind.name for x in parameters}
     names = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    tool = next((tool for tool, meant in OTHERS.items() if next(iter(meant)) in names), "")
+    if {"solution_str", "queries", "completions"} & {*names}:
+        raise ValueError("made for verl, OpenRLHF or TRL: tests/rewards.py has an adapter for it")
+
+    # *parameters and those without a name get the first three, by position
     by_place = []
-    if tool:
-        # TRL fills all other parameters with columns
-        gets = {x: f"row.{x}" for x in names} if tool == "TRL" else {}
-        gets |= {x: y for x, y in OTHERS[tool].items() if x in names or "VAR_KEYWORD" in kinds}
-        if tool == "TRL" and "VAR_KEYWORD" in kinds:
-            gets["**columns"] = "row.*"
+    if any(x.kind in (x.POSITIONAL_ONLY, x.VAR_POSITIONAL) for x in parameters):
+        by_place = [*MAIN_FACTS]
+    by_name = {x: x for x in names if x in FACTS and x not in by_place}
 
     # other names get what is left of prompt, response and answer, in this order
-    else:
-        if kinds & {"VAR_POSITIONAL", "POSITIONAL_ONLY"}:
-            by_place = ["prompt", "response", "answer"]
-        gets = {x: NAMED[x] for x in names if x in NAMED and x not in by_place}
-        left = [x for x in ("prompt", "response", "answer") if x not in gets]
-        others = [x for x in names if x not in gets]
-        if len(others) >= len(left) and not by_place:
-            gets |= zip(others, left)
-
-    # in words, as in score(prompt, r=response)
-    batch = "rows" in gets or tool in ("OpenRLHF", "TRL")
-    words = ", ".join([*by_place, *(x if x == y else f"{x}={y}" for x, y in gets.items())])
-    words = f"({words})" + (", lists over rows" if batch else "") + (f", as {tool}" if tool else "")
-    return by_place, gets, batch, words
+    left = [x for x in MAIN_FACTS if x not in by_place and x not in by_name]
+    others = [x for x in names if x not in by_name]
+    if len(others) >= len(left):
+        by_name |= zip(others, left)
+    return by_place, by_name
 
 
 def facts_of(reply):
-    """What a function may get of a row, by name."""
+    """What a function may get of a row, by name; with `rows`, it gets lists of all this, and is
+    called once for all rows."""
     prompt = reply.prompt
     row = prompt.row or {}
-    truth = common.look_up(row, "reward_model.ground_truth")
-
-    # TRL's functions get messages in a chat
-    said = zip(cycle(["assistant", "user"]), reply.turns)
-    messages = [{"role": role, "content": text} for role, text in said]
-
-    return {f"row.{key}": x for key, x in row.items()} | {
-        "row": row,
+    return {
         "prompt": prompt.text,
-        "prompt or messages": prompt.messages or prompt.text,
         "response": reply.text,
-        "response or messages": messages if prompt.messages else reply.text,
-        "prompt + response": prompt.text + reply.text,
         "answer": prompt.answer,
-        "answer or reward_model.ground_truth": truth if prompt.answer is None else prompt.answer,
+        "messages": prompt.messages,
         "turns": reply.turns,
         "truncated": not reply.finished,
         "tokens": reply.ids,
+        "row": row,
+        "rows": row,
     }
 
 
 def call_of(plan, replies):
     """One call for these rows -> (arguments by position, by name, number of rows of a batch)."""
-    by_place, gets, batch, _ = plan
+    by_place, by_name = plan
     facts = [facts_of(reply) for reply in replies]
+    rows = len(facts) if "rows" in by_name else 0
 
-    def value(source):
-        values = [x.get(source) for x in facts]
-        return values if batch else values[0]
-
-    # a parameter keeps its default if no row has such a column
-    there = set().union(*facts)
-    named = {x: value(source) for x, source in gets.items() if source in there}
-    if "**columns" in gets:
-        columns = {x.removeprefix("row.") for x in there if x.startswith("row.")}
-        named |= {x: value(f"row.{x}") for x in columns - gets.keys()}
-    return [value(source) for source in by_place], named, len(replies) if batch else 0
+    gets = facts[0]
+    if rows:
+        gets = {name: [row[name] for row in facts] for name in FACTS}
+    return [gets[x] for x in by_place], {x: gets[fact] for x, fact in by_name.items()}, rows
 
 
 def ask_all(function, replies):
-    """attempt(function, ...) for each reply, in order; once the run is to stop, only for some. What
-    is not a UserFunction runs in this process."""
-    own = not isinstance(function, UserFunction)
-    plan = plan_of(function) if own else function.plan
-    groups = [replies] if plan[2] else [[reply] for reply in replies]
-    calls = [call_of(plan, group) for group in groups if group]
-    if own:
-        answers = [attempt(function, *call) for call in calls if not Stop.signal]
-    else:
-        answers = answers_of(function, calls)
+    """What the function says to each reply, in order, as (its result, "") or (None, what went
+    wrong); once the run is to stop, only for some. A function without a file runs in this
+    process."""
+    if not isinstance(function, UserFunction):
+        function = UserFunction("", function, 0.0, plan_of(function))
+    batch = "rows" in function.plan[1]
 
-    if plan[2]:
-        answers = [(x, fault) for made, fault in answers for x in made or [None] * len(replies)]
-    return answers
-
-
-def answers_of(function, calls):
-    """attempt with a UserFunction for each call."""
-    futures = [function.schedule(attempt_of, *call, timeout=function.seconds) for call in calls]
+    # one call for all rows, or one for each
+    futures = []
+    for group in [replies] if batch else [[reply] for reply in replies]:
+        if group and not Stop.signal:
+            call = call_of(function.plan, group)
+            futures.append(function.schedule(result_of, *call, timeout=function.seconds))
     for future in progress(futures, "functions", "rows"):
         while not future.done() and not Stop.signal:
             wait([future], 0.5)
@@ -3139,38 +3088,42 @@ def answers_of(function, calls):
         except (TimeoutError, ProcessExpired, BrokenProcessPool):
             late = f"no answer within {function.seconds:g} s, or its process has died"
             answers.append((None, late))
+    if batch:
+        return [(x, fault) for made, fault in answers for x in made or [None] * len(replies)]
     return answers
 
 
-def attempt_of(path, name, *call):
-    """attempt with FUNCTION of the file, in one of the processes."""
-    return attempt(getattr(import_file(path), name), *call)
-
-
-def attempt(function, args, named, rows=0):
-    """Calls the function, and awaits it if it is async -> (its result, see plain, and ""), or
-    (None, what went wrong). rows: of how many it must return a list of results; 0: of one."""
+def attempt(path, function, use, *args):
+    """-> (use(function, *args), ""), or (None, what went wrong). With a path, the function is a
+    name in this file."""
     process = os.getpid()
     try:
-        made = function(*args, **named)
-        # all rows of a process share one loop, so a client may be made once
-        if inspect.isawaitable(made):
-            made = asyncio.get_event_loop().run_until_complete(made)
-
-        # OpenRLHF's results are in a dict
-        if rows:
-            made = list(made["rewards"] if isinstance(made, dict) else made)
-            if len(made) != rows:
-                raise ValueError(f"{len(made)} results for {rows} rows")
-        answer = plain(made), ""
+        if path:
+            function = getattr(import_file(path), function)
+        answer = use(function, *args), ""
     except BaseException as error:  # sys.exit, too, fails the row and not the run
-        module = sys.modules.get(function.__module__)
-        answer = None, words_of(error, getattr(module, "__file__", ""))
+        module = sys.modules.get(getattr(function, "__module__", None))
+        answer = None, words_of(error, getattr(module, "__file__", path))
 
     # a child that the function forks may come here, too: it answers nothing
     if os.getpid() != process:
         os._exit(1 if answer[1] else 0)
     return answer
+
+
+def result_of(function, args, named, rows):
+    """Calls the function, and awaits it if it is async -> what it returns, see plain. rows: of how
+    many it must return a list of results; 0: of one."""
+    made = function(*args, **named)
+    # all rows of a process share one loop, so a client may be made once
+    if inspect.isawaitable(made):
+        made = asyncio.get_event_loop().run_until_complete(made)
+
+    if rows:
+        made = list(made)
+        if len(made) != rows:
+            raise ValueError(f"{len(made)} results for {rows} rows")
+    return plain(made)
 
 
 def import_file(path):
@@ -3185,24 +3138,6 @@ def import_file(path):
     if module.__file__ != path:
         raise ImportError(f"{name} is the name of another module, {module.__file__}")
     return module
-
-
-def look_at(path, name):
-    """-> (what is wrong with the file or the name of its function, or "", and its plan_of)."""
-    try:
-        module = import_file(path)
-        if callable(getattr(module, name, None)):
-            return "", plan_of(getattr(module, name))
-    except BaseException as error:  # sys.exit, too
-        return words_of(error, path), None
-
-    own = []
-    for key, x in vars(module).items():
-        if inspect.isfunction(x) and x.__module__ == module.__name__:
-            own.append(key)
-    wrong = f"{path} has no function {name!r}; it has {', '.join(sorted(own)) or 'none'}"
-    likely = difflib.get_close_matches(name, own, 1)
-    return f"{wrong}: did you mean {likely[0]}?" if likely else wrong, None
 
 
 def plain(made):
@@ -3225,16 +3160,12 @@ def plain(made):
 def words_of(error, file):
     """The error in one line, with the deepest line of the user's file: what it calls in libraries
     is rarely at fault."""
-    try:
-        text = " ".join(str(error).split())
-    except BaseException:  # the text of a user's exception may itself raise
-        text = "its text cannot be made"
-
+    told = traceback.TracebackException.from_exception(error)
     place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
+    for frame in told.stack:
         if frame.filename == file:
             place = f" at {os.path.basename(file)}:{frame.lineno} in {frame.name}"
-    return f"{type(error).__name__}: {text:.300}{place}"
+    return f"{type(error).__name__}: {' '.join(str(told).split()):.300}{place}"
 
 
 if __name__ == "__main__":

@@ -1,11 +1,89 @@
-"""Rewards and an environment for whole runs of ppo_loop.py, in a file that imports little."""
+"""Adapters for reward functions that are made for verl, OpenRLHF or TRL; then rewards and
+environments for whole runs of ppo_loop.py. This file imports little.
 
+A file with these lines, next to one of yours, has a reward for --reward FILE.py:score:
+
+    from my_rewards import compute_score
+    from tests.rewards import verl
+
+    score = verl(compute_score)
+"""
+
+import inspect
+import itertools
 import os
 import re
 import signal
 import sys
 import time
 import zlib
+
+# ---- Adapters: functions of other tools ----------------------------------------------------------
+
+
+def verl(function):
+    """Of function(data_source, solution_str, ground_truth, extra_info). A row without an answer
+    has its ground truth at reward_model.ground_truth."""
+
+    def score(response, answer, row):
+        if answer is None:
+            answer = (row.get("reward_model") or {}).get("ground_truth")
+        facts = {x: row[x] for x in ("data_source", "extra_info") if x in row}
+        facts |= {"solution_str": response, "ground_truth": answer}
+        return function(**asked_for(function, facts, None))
+
+    score.__module__ = function.__module__  # so that a fault is named with its line there
+    return score
+
+
+def openrlhf(function):
+    """Of function(queries, prompts, labels), lists over rows, which returns a list, or a dict that
+    has it as "rewards". A query is a prompt with its response."""
+
+    def score(rows, prompt, response, answer):
+        queries = [text + said for text, said in zip(prompt, response)]
+        facts = {"queries": queries, "prompts": prompt, "labels": answer}
+        made = function(**asked_for(function, facts, [None] * len(rows)))
+        return made["rewards"] if isinstance(made, dict) else made
+
+    score.__module__ = function.__module__
+    return score
+
+
+def trl(function):
+    """Of function(prompts, completions, completion_ids, **columns), lists over rows. Prompts and
+    completions are texts, and in a chat messages; columns are those of the rows."""
+
+    def score(rows, prompt, messages, response, turns, tokens):
+        prompts = []
+        completions = []
+        for i, chat in enumerate(messages):
+            prompts.append(chat or prompt[i])
+            said = zip(itertools.cycle(["assistant", "user"]), turns[i])
+            said = [{"role": role, "content": text} for role, text in said]
+            completions.append(said if chat else response[i])
+
+        facts = {key: [row.get(key) for row in rows] for key in set().union(*rows)}
+        facts |= {"prompts": prompts, "completions": completions, "completion_ids": tokens}
+        return function(**asked_for(function, facts, [None] * len(rows)))
+
+    score.__module__ = function.__module__
+    return score
+
+
+def asked_for(function, facts, nothing):
+    """Of these facts, what the function has parameters for. Another parameter keeps its default;
+    without one it gets nothing, which is None, or a list of None."""
+    gets = {}
+    for name, x in inspect.signature(function).parameters.items():
+        if x.kind == x.VAR_KEYWORD:
+            gets = facts | gets
+        elif x.kind != x.VAR_POSITIONAL and (name in facts or x.default is x.empty):
+            gets[name] = facts.get(name, nothing)
+    return gets
+
+
+# ---- Rewards and environments for tests ----------------------------------------------------------
 
 
 def right_digits(prompt, response, answer):
