@@ -3011,20 +3011,22 @@ def interrupted(*_):
 def plan_of(function):
     """How to call a function -> (FACTS that it gets by position, {parameter: FACT}). ValueError:
     it is made for another tool."""
-    parameters = inspect.signature(function).parameters.values()
-    names = [x.name for x in parameters if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
-    if {"solution_str", "queries", "completions"} & {*names}:
+    signature = inspect.signature(function)
+    parameters = signature.parameters.values()
+    if {"solution_str", "queries", "completions"} & signature.parameters.keys():
         raise ValueError("made for verl, OpenRLHF or TRL: tests/rewards.py has an adapter for it")
 
-    # *parameters and those without a name get the first three, by position
+    # with *parameters, or some without a name, the first three are given by position
     by_place = []
     if any(x.kind in (x.POSITIONAL_ONLY, x.VAR_POSITIONAL) for x in parameters):
         by_place = [*MAIN_FACTS]
-    by_name = {x: x for x in names if x in FACTS and x not in by_place}
+    free = [x for x in parameters if x.name not in signature.bind_partial(*by_place).arguments]
 
-    # other names get what is left of prompt, response and answer, in this order
+    # the others get what they name, or what is left of prompt, response and answer, in this order
+    names = [x.name for x in free if x.kind in (x.POSITIONAL_OR_KEYWORD, x.KEYWORD_ONLY)]
+    by_name = {x: x for x in names if x in FACTS}
     left = [x for x in MAIN_FACTS if x not in by_place and x not in by_name]
-    others = [x for x in names if x not in by_name]
+    others = [x for x in names if x not in FACTS]
     if len(others) >= len(left):
         by_name |= zip(others, left)
     return by_place, by_name
@@ -3086,8 +3088,8 @@ def ask_all(function, replies):
         try:
             answers.append(future.result())
         except (TimeoutError, ProcessExpired, BrokenProcessPool):
-            late = f"no answer within {function.seconds:g} s, or its process has died"
-            answers.append((None, late))
+            limit = f"{function.seconds:g} s (--reward-timeout)"
+            answers.append((None, f"no answer within {limit}, or its process has died"))
     if batch:
         return [(x, fault) for made, fault in answers for x in made or [None] * len(replies)]
     return answers

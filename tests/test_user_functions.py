@@ -1,6 +1,7 @@
 """Rewards and environments of the user: their processes, faults, time-outs, what they return."""
 
 import collections
+import contextlib
 import dataclasses
 import json
 import math
@@ -80,7 +81,7 @@ def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
         "turns",
     ]
     answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
-    late = (None, "no answer within 1.5 s, or its process has died")
+    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
     pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
 
     assert 1 <= len(pids) <= 16 and os.getpid() not in pids
@@ -202,7 +203,7 @@ def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_
     """At once and not after the time of a row, and while the file is imported as well."""
     (tmp_path / "mine.py").write_text(FORKS)
     began = time.monotonic()
-    late = (None, "no answer within 50 s, or its process has died")
+    late = (None, "no answer within 50 s (--reward-timeout), or its process has died")
     assert ask("dies", ["x"], seconds=50.0) == [late]
     (tmp_path / "mine.py").write_text(f"{FORKS}\ndies(1, 2, 3)\n")
     ppo_loop.end_workers()
@@ -218,6 +219,84 @@ def test_a_process_that_dies_between_two_rows_fails_none(status, ask, tmp_path):
     for prompt in "abc":
         assert ask("dies_later", [prompt], status) == [(prompt, "")]
         time.sleep(2)
+
+
+STARTS = """
+import concurrent.futures, multiprocessing, os, subprocess, sys
+
+def executor(response):
+    with concurrent.futures.ProcessPoolExecutor(2) as pool:
+        return sum(pool.map(len, [response] * 3))
+
+def pool(response):
+    with multiprocessing.Pool(2) as pool:  # whose end is a SIGTERM
+        return sum(pool.map(len, [response] * 3))
+
+def process(response):
+    child = multiprocessing.Process(target=sys.exit, args=[len(response) + 2])
+    child.start()
+    child.join()
+    return child.exitcode
+
+def program(response):
+    return subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout
+
+def stopped(response):
+    child = multiprocessing.Process(target=os.read, args=[os.pipe()[0], 1])
+    child.start()
+    child.terminate()
+    child.join()
+    return -child.exitcode
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, made", [
+    ("executor", 3.0), ("pool", 3.0), ("process", 3.0), ("program", "3\n"),
+    ("stopped", float(signal.SIGTERM)),
+])  # fmt: skip
+def test_a_function_starts_processes_as_anywhere_else(name, made, ask, tmp_path, monkeypatch):
+    """By Python's own start method, and they end by its own signal."""
+    monkeypatch.setattr(ppo_loop, "CALLS", 2)
+    (tmp_path / "mine.py").write_text(STARTS)
+    assert ask(name, ["a", "b"]) == [(made, "")] * 2
+
+
+PROGRAM = """
+import os, subprocess, time
+
+def shell(answer):
+    os.system(f"sleep {answer}")  # waits in C, and hears no signal
+
+def background(answer):
+    subprocess.Popen(["sleep", answer])
+    time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("name", ["shell", "background"])
+def test_the_programs_of_a_row_that_takes_too_long_end_with_it(name, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    seconds = f"{10**6 + os.getpid()}"  # to know them by
+
+    def sleeping():
+        found = 0
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found += seconds in (folder / "cmdline").read_text().split("\0")
+        return found
+
+    seen = []
+    watch = threading.Thread(
+        target=lambda: [seen.append(sleeping()) or time.sleep(0.1) for _ in range(40)]
+    )
+    watch.start()
+    late = (None, "no answer within 2 s (--reward-timeout), or its process has died")
+    assert ask(name, [""], seconds, seconds=2.0) == [late]
+    watch.join()
+    assert max(seen) == 1 and sleeping() == 0
 
 
 MODULE = """
@@ -292,7 +371,7 @@ returns = lambda *row: f(*row)
 @pytest.mark.parametrize("name", ["f", "judge", "returns"])
 def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
     (tmp_path / "mine.py").write_text(ASYNC)
-    late = (None, "no answer within 1.5 s, or its process has died")
+    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
     assert ask(name, ["hangs"], seconds=1.5) == [late]
     rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
     answers = dict(zip(rows, ask(name, rows)))
@@ -322,6 +401,9 @@ def test_a_function_gets_what_it_names():
             (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
         ),
         (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
+        (lambda *, question, reply, gold: shows(question, reply, gold), (("q", "r", "a"),) * 2),
+        (lambda *, response, row: shows(response, row), (("r", {"n": 1}),) * 2),
+        (lambda *row, answer, turns: shows(len(row), turns), ((3, ["r", "o"]),) * 2),
         (lambda response, k=3: shows(response, k), (("r", 3),) * 2),
         (lambda response, prompt, gold: shows(prompt, response, gold), (("q", "r", "a"),) * 2),
         (lambda prompt, *more: shows(prompt, *more), (("q", "r", "a"),) * 2),
