@@ -45,7 +45,7 @@ from importlib import import_module, util
 from itertools import chain, groupby
 from math import ceil, inf, log, nan
 from os.path import exists, realpath
-from time import perf_counter
+from time import perf_counter, sleep
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 if __name__ == "__main__":
@@ -65,7 +65,7 @@ import tyro
 from loky import wrap_non_picklable_objects
 from loky.backend.context import LokyContext
 from loky.backend.process import LokyProcess
-from pebble import ProcessExpired, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessPool
 from pydantic import Field, ValidationError
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.checkpoint import checkpoint
@@ -2999,6 +2999,13 @@ def end_workers():
     """Ends the processes and the programs that they have started."""
     for pool in POOLS.values():
         pool.stop()
+        sleep(2 * CONSTS.sleep_unit)  # until Pebble starts no process in place of one that ends
+
+    # before its locks are gone, which a process that has just been started would look for
+    for process in multiprocessing.active_children():
+        if isinstance(process, Worker):
+            process.terminate()
+    for pool in POOLS.values():
         pool.join()
 
 
