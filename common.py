@@ -572,7 +572,7 @@ def monte_carlo(batch, gamma, level="token"):
     return returns_T
 
 
-def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
+def loss_weights(batch, mode, response_length_limit=None, rows=None):
     """(T,) weights of the token losses, by the counts of the whole *global* mini-batch, which must
     have an action.
 
@@ -585,40 +585,22 @@ def loss_weights(batch, mode, response_length_limit=None, places=(), rows=None):
     N_seqs counts rows with an action (later versions of verl count all rows). len_i: actions in the
     token's row. The last one is Dr. GRPO's constant (2503.20783).
 
-    rows: the Rows of the mini-batch, of which this batch is a part. None: this batch is the whole.
-    places: with places p, only the actions min(L - 1, floor(p L)) of a row's L actions count, as in
-    SP3O (2609.18708)."""
+    rows: the Rows of the mini-batch, of which this batch is a part. None: this batch is the
+    whole."""
     rows = describe(batch) if rows is None else rows
     mask_T = batch.response_mask
-    actions_B = batch.actions
-    tokens = int(rows.actions.sum())
-
-    # a mask of the chosen actions, and their number in the mini-batch
-    if places:
-        mask_T = torch.zeros_like(mask_T)
-        action_A = batch.response_mask.nonzero()[:, 0]
-        for index in action_A.split(actions_B.tolist()):
-            mask_T[index[chosen_actions(len(index), places)]] = True
-        actions_B = replace(batch, response_mask=mask_T).actions
-        tokens = sum(len(chosen_actions(n, places)) for n in rows.actions.tolist())
-
     if mode == "token-sum":
         return mask_T.float()
     if mode == "token-mean":
-        return mask_T / torch.tensor(tokens)
+        return mask_T / torch.tensor(int(rows.actions.sum()))
 
     sequences = int((rows.actions > 0).sum())
     weights_T = mask_T / torch.tensor(sequences)
     if mode == "seq-mean-token-mean":
-        weights_T /= actions_B.clamp(min=1)[batch.row_of_token]
+        weights_T /= batch.actions.clamp(min=1)[batch.row_of_token]
     elif mode == "seq-mean-token-sum-norm":
         weights_T /= response_length_limit
     return weights_T
-
-
-def chosen_actions(n, places):
-    """Which of a row's n actions stand at these places, parts of its length."""
-    return sorted({min(n - 1, int(p * n)) for p in places if n})
 
 
 def noise_weights(batch):
@@ -652,36 +634,6 @@ def value_loss(vpreds_T, values_T, returns_T, response_mask_T, weights_T, clipra
     clipped_T = (torch.clamp(v_T, old_T - epsilon, old_T + epsilon) - returns_T).square()
     loss = 0.5 * (weights_T * torch.maximum(error_T, clipped_T)).sum()
     return loss, (clipped_T > error_T).sum()
-
-
-def hl_gauss_values(logits_TN, low, high):
-    """(T, N) logits of bins -> (T,) values: the expected centre, sum_i softmax(logits)_i c_i."""
-    bins = logits_TN.shape[1]
-    half = (high - low) / bins / 2
-    centre_N = torch.linspace(low + half, high - half, bins, device=logits_TN.device)
-    return (logits_TN.softmax(1) * centre_N).sum(1)
-
-
-def hl_gauss_loss(logits_TN, returns_T, response_mask_T, weights_T, low, high):
-    """Cross-entropy between the predicted bins and a Gaussian around the return (HL-Gauss,
-    1806.04613) -> loss, a 0-dim tensor.
-
-        L_t = -sum_i p_i(R_t) log softmax(logits_t)_i,    loss = sum_t w_t L_t
-        p_i = (Phi(e_{i+1}) - Phi(e_i)) / (Phi(e_N) - Phi(e_0))
-
-    N equal bins divide [low, high] at edges e_0 .. e_N; a return outside is clamped to the range.
-    Phi: CDF of Normal(R, 0.75 bin widths), the width of 2403.03950. There is no clipping, so it
-    takes no old values. Masked entries are ignored, even if NaN."""
-    bins = logits_TN.shape[1]
-    edge_N = torch.linspace(low, high, bins + 1, device=logits_TN.device)
-    sigma = 0.75 * (high - low) / bins
-
-    returns_T = torch.where(response_mask_T, returns_T, low).clamp(low, high)
-    cdf_TN = torch.erf((edge_N - returns_T[:, None]) / (sigma * sqrt(2)))
-    p_TN = cdf_TN.diff() / (cdf_TN[:, -1:] - cdf_TN[:, :1])
-
-    logits_TN = torch.where(response_mask_T[:, None], logits_TN, 0.0)
-    return -(weights_T * (p_TN * logits_TN.log_softmax(1)).sum(1)).sum()
 
 
 def moments(x_A, everywhere=False):
@@ -3472,11 +3424,11 @@ def weight_files(folder):
 
 
 def configure_head(model_config, config, value_range):
-    """Records the value head in a transformers config: num_labels outputs, over value_range or
-    None. UserError: the head needs a range."""
+    """Records the value head in a transformers config: one output, over value_range or None.
+    UserError: the head needs a range."""
     stored = getattr(model_config, "value_range", None)
     model_config.id2label = None  # an export gives its output a name, see exported_config
-    model_config.num_labels = 51 if config.value_head == "hl_gauss" else 1  # bins
+    model_config.num_labels = 1
     model_config.problem_type = None
     model_config.value_range = None
     model_config.classifier_dropout = 0.0
@@ -3522,8 +3474,7 @@ def init_value_head(score, config, model_config):
 
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-    at_mean = start == "auto" and config.value_head != "hl_gauss"
-    return f"value head new, normal(0, {std:.3f})", at_mean
+    return f"value head new, normal(0, {std:.3f})", start == "auto"
 
 
 def load_value_head(score, config, value_range):
@@ -3536,10 +3487,8 @@ def load_value_head(score, config, value_range):
     stored = described.get("value_range")
     asked = list(value_range) if value_range else None
     if stored and stored != asked:
-        # a head of bins has a label for each of them
-        kind = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
         low, high = stored
-        fix = f"{to}value-head {kind} {to}value-range {low} {high}"
+        fix = f"{to}value-head bounded {to}value-range {low} {high}"
         fix += f", or {to}value-head-init normal"
         raise UserError(f"{to}value-head: {config.model} has another; give {fix}")
     if asked and not stored:  # --value-head asks for a head that this folder cannot have

@@ -69,12 +69,10 @@ class Config:
     model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: Text = "{}"  # JSON for the model's config, e.g. '{"num_hidden_layers": 4}'
-    # value head: any number, one within --value-range, or the mean of a distribution over 51 bins
-    value_head: Literal["scalar", "bounded", "hl_gauss"] = "scalar"
-    # how the value head starts (mean: at the mean return; auto: from the checkpoint, else mean, or
-    # normal for hl_gauss)
+    value_head: Literal["scalar", "bounded"] = "scalar"  # any number, or one within --value-range
+    # how the value head starts (mean: at the mean return; auto: from the checkpoint, else mean)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"
-    # LOW HIGH of a bounded or hl_gauss head (None: the checkpoint's, else the data's; not in PPO)
+    # LOW HIGH of a bounded head (None: the checkpoint's, else the data's; not in PPO)
     value_range: tuple[Edge, Edge] | None = None
     # regular expression; weights with a match in their name are frozen
     freeze_modules: Text | None = None
@@ -121,12 +119,10 @@ class Config:
 
     # ---- loss
 
-    # PPO clip range around the old value (None: off; unused by hl_gauss)
+    # PPO clip range around the old value (None: off)
     cliprange_value: Rate | None = 0.5
     loss_agg_mode: AggMode = "token-mean"  # how to average token losses over a mini-batch
     response_length_limit: Positive | None = None  # divisor of seq-mean-token-sum-norm, in tokens
-    # train only at these fractions of a response (none: all)
-    value_places: tuple[Fraction, ...] = ()
     # noise: weigh actions by the noise that they bring to the actor's gradient
     value_weights: Literal["equal", "noise"] = "equal"
 
@@ -153,8 +149,6 @@ class Config:
                 raise ValueError(f"{flag}: LOW must be below HIGH")
             if high - low < 1e-15 + 1e-4 * max(abs(low), abs(high)):
                 raise ValueError(f"{flag}: too narrow for float32; give numbers farther apart")
-        if self.value_head == "hl_gauss" and self.value_head_init == "mean":
-            raise ValueError(f"{to}value-head-init mean: not for {to}value-head hl_gauss")
 
         # the loss
         limit = self.response_length_limit
@@ -281,7 +275,7 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled")  # a rank tha
 
 class ValueModel(nn.Module):
     """A backbone without its vocabulary head, and v = w . h + b on the hidden state of every token.
-    With --value-head hl_gauss, the head gives the N logits of a distribution instead."""
+    A head of N outputs, in a fork, gives N numbers instead."""
 
     def __init__(self, backbone, outputs=None):
         super().__init__()
@@ -290,7 +284,7 @@ class ValueModel(nn.Module):
         self.score = nn.Linear(width, outputs or backbone.config.num_labels)
 
     def forward(self, **inputs):
-        """(B, L) ids -> (B, L) float32 values or (B, L, N) logits, one for each hidden state."""
+        """(B, L) ids -> (B, L) or (B, L, N) float32, the head's outputs for each hidden state."""
         hidden_BLD = self.model(use_cache=False, **inputs).last_hidden_state
         with torch.autocast(hidden_BLD.device.type, enabled=False):
             return self.score(hidden_BLD.float()).squeeze(-1)
@@ -718,7 +712,7 @@ class DataParallelPPOCritic:
         return inputs, index_T, pack
 
     def forward(self, micro):
-        """(T,) float32: the head's output for each action; (T, N) logits with hl_gauss."""
+        """(T,) float32: the head's output for each action; (T, N) if it has N outputs."""
         group = self.layout.sp_group if micro.pack else None  # check_model runs rows alone
         common.CurrentPack.set(micro.pack, group)  # layers read it, until the backward ends
         out_S = self.model(**micro.inputs).flatten(0, 1)  # slice_row cuts a row that ranks share
@@ -729,12 +723,9 @@ class DataParallelPPOCritic:
 
     def values(self, outputs, mask):
         """Turns the head's outputs into values of the actions; zero elsewhere."""
-        if self.value_range:
+        if self.value_range:  # --value-head bounded: BPCO, 2608.23566
             low, high = self.value_range
-            if outputs.ndim == 1:  # --value-head bounded: BPCO, 2608.23566
-                outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
-            else:
-                outputs = common.hl_gauss_values(outputs, low, high)
+            outputs = low + (high - low) * (0.5 + outputs.atan() / math.pi)
         return torch.where(mask, outputs, 0.0)
 
     @torch.no_grad()
@@ -851,9 +842,7 @@ class DataParallelPPOCritic:
         """(T,) what the loss of each token counts for. local: this rank's rows of a mini-batch.
         mini: the Rows of all ranks in it."""
         c = self.config
-        weights_T = common.loss_weights(
-            local, c.loss_agg_mode, c.response_length_limit, c.value_places, mini
-        )
+        weights_T = common.loss_weights(local, c.loss_agg_mode, c.response_length_limit, mini)
         if c.value_weights == "noise":
             weights_T = (weights_T * common.noise_weights(local)).float()
         return weights_T
@@ -891,12 +880,8 @@ class DataParallelPPOCritic:
         see common.update_metrics."""
         vpreds = self.values(outputs, micro.response_mask)
         columns = (micro.returns, micro.response_mask, micro.weights)
-        if outputs.ndim == 2:
-            loss = common.hl_gauss_loss(outputs, *columns, *self.value_range)
-            clipped = torch.zeros_like(loss)
-        else:
-            cliprange = self.config.cliprange_value
-            loss, clipped = common.value_loss(vpreds, micro.values, *columns, cliprange)
+        cliprange = self.config.cliprange_value
+        loss, clipped = common.value_loss(vpreds, micro.values, *columns, cliprange)
 
         sums = {
             "vf_loss": loss,
@@ -935,6 +920,17 @@ class DataParallelPPOCritic:
             self.optimizer.step()
         self.optimizer.zero_grad()
         return norm
+
+    def start_at(self, value):
+        """Sets the head so that every value is this one: the inverse of `values`. In the range of a
+        bounded head, it stays within the inner 98 %."""
+        if self.value_range:
+            low, high = self.value_range
+            fraction = min(max((value - low) / (high - low), 0.01), 0.99)
+            value = math.tan(math.pi * (fraction - 0.5))
+        self.free_gathered()  # what an interrupted forward has left would hide the new bias
+        self.model.score.weight.zero_()
+        self.model.score.bias.fill_(value)
 
 
 def build_optimizer(model, config, lr):
@@ -1075,9 +1071,8 @@ class CriticWorker:
         """Before the first step, makes every value of a new head the mean return, if
         --value-head-init is auto or mean. A loop that does not call this starts at random values.
 
-        That is the mean over all ranks' actions (a collective), clamped to the inner 98 % of a
-        bounded head's range. A batch without an action changes nothing, and takes no step, so the
-        next batch decides."""
+        That is the mean over all ranks' actions (a collective). A batch without an action changes
+        nothing, and takes no step, so the next batch decides."""
         self.check_ready()
         critic = self.critic
         if critic.optimizer_steps or not critic.at_mean:
@@ -1086,17 +1081,9 @@ class CriticWorker:
         # two digits are enough: at the mean itself, the bias has no gradient, and rounding would
         # decide in which direction Adam moves it first
         mean = batch.mean_return(gamma, by_noise=self.config.value_weights == "noise")
-        bias = float(f"{mean:.2g}")
-        if math.isnan(bias):
-            return
-
-        if critic.value_range:  # the inverse of `values`
-            low, high = critic.value_range
-            fraction = min(max((bias - low) / (high - low), 0.01), 0.99)
-            bias = math.tan(math.pi * (fraction - 0.5))
-        critic.free_gathered()  # what an interrupted forward has left would hide the new bias
-        critic.model.score.weight.zero_()
-        critic.model.score.bias.fill_(bias)
+        value = float(f"{mean:.2g}")
+        if not math.isnan(value):
+            critic.start_at(value)
 
     @common.dp_compute_proto()
     def compute_values(self, batch, rows):
@@ -1233,9 +1220,9 @@ class CriticWorker:
     def export_hf(self, folder):
         """Writes the value model as a folder that AutoModelForTokenClassification loads.
 
-        num_labels is 1, or the number of bins for hl_gauss; config.json holds the value_range, if
-        any. LoRA adapters are merged. For an architecture without that class, the folder holds the
-        backbone, and value_head.safetensors the head; --model reads both kinds."""
+        config.json holds the value_range, if any. LoRA adapters are merged. For an architecture
+        without that class, the folder holds the backbone, and value_head.safetensors the head;
+        --model reads both kinds."""
         state = {}  # the library's full_state_dict would crash FSDP1 on a CPU
         with self.on_device():
             for name, x in state_dict.get_model_state_dict(self.critic.model).items():

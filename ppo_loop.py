@@ -247,9 +247,6 @@ class Run:
     lam_policy: Fraction | None = None
     # what gamma and both lambdas count: tokens, or turns, all of whose tokens get one advantage
     gae_level: Literal["token", "turn"] = "token"
-    # lambda = Q^(1/(n-1)): the first of n actions gets weight Q
-    first_token_credit: Share | None = None
-    critic_where_it_helps: bool = False  # if values explain nothing, the mean return replaces them
     # scale advantages over the global batch, around their mean or around the one with least noise
     whiten: Literal["mean", "noise", "none"] = "mean"
     # truncated rows bootstrap from the value of their last action
@@ -323,12 +320,6 @@ class Run:
         if self.target_kl and not self.kl_coef:
             flag = f"--target-kl {self.target_kl}"
             raise ValueError(f"{flag}: adapts --kl-coef, which must be above 0")
-        if self.lam_policy is not None and self.first_token_credit:
-            flag = f"--lam-policy {self.lam_policy}"
-            raise ValueError(f"{flag}: excludes --first-token-credit {self.first_token_credit}")
-        if self.gae_level == "turn" and self.first_token_credit:
-            flag = f"--first-token-credit {self.first_token_credit}"
-            raise ValueError(f"{flag}: counts tokens, so it excludes --gae-level turn")
         if self.old_log_probs == "engine" and self.top_p < 1:
             words = f"with --top-p {self.top_p} they are not those of the policy"
             raise ValueError(f"--old-log-probs engine: {words}")
@@ -484,14 +475,14 @@ def update_critic(loop, batch, replies):
     with loop.phases("critic", *loop.of_critic()):
         # with --privileged-key the critic reads hints before the prompts, and the actor does not
         seen = to_batch(with_hints(replies)) if run.privileged_key else batch
-        metrics = assign_credit(batch, seen, rewards_of(replies), loop.kl_coef, run, critic)
-        return metrics | critic.update_critic(seen)
+        assign_credit(batch, seen, rewards_of(replies), loop.kl_coef, run, critic)
+        return critic.update_critic(seen)
 
 
 def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
-    """Fills in rewards, values, returns and advantages of the caller's rows -> metrics (a
-    collective). seen: the same rows as the critic reads them, which get the values and returns of
-    its update; without --privileged-key they are the batch itself. rewards_T: see rewards_of."""
+    """Fills in rewards, values, returns and advantages of the caller's rows (a collective). seen:
+    the same rows as the critic reads them, which get the values and returns of its update; without
+    --privileged-key they are the batch itself. rewards_T: see rewards_of."""
     # rewards: every action earns what it is given, and pays for its KL to the reference
     batch.token_level_rewards = rewards_T
     if kl_coef:
@@ -507,63 +498,31 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated, run.gae_level)
     seen.returns = move_actions(batch.returns, batch, seen)
 
-    # advantages: decoupled GAE gives them a lambda of their own (2503.01491, section 4.2)
-    lam = run.lam_policy
-    if run.first_token_credit:
-        lam = [run.first_token_credit ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
-    if lam is not None:
-        decoupled = replace(batch)
-        common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated, run.gae_level)
-        batch.advantages = decoupled.advantages
-
-    # a critic that explains nothing only adds noise to them
-    metrics = {}
-    if run.critic_where_it_helps:
-        metrics["critic/helps"] = prefer_the_mean(batch, run)
+    # advantages: how much better than expected each action was
+    batch.advantages = advantages_of(batch, run)
 
     # whitening: their size is 1 over the global batch
     if run.whiten == "mean":
         batch.advantages = masked_whiten(batch.advantages, batch.response_mask)
     elif run.whiten == "noise":
         batch.advantages = whiten_by_noise(batch)
-    return metrics
+
+
+def advantages_of(batch, run):
+    """(T,) advantages before they are whitened: those that came with the returns, or, by decoupled
+    GAE, those of --lam-policy (2503.01491, section 4.2)."""
+    if run.lam_policy is None:
+        return batch.advantages
+    lam = run.lam_policy
+    decoupled = replace(batch)
+    common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated, run.gae_level)
+    return decoupled.advantages
 
 
 def move_actions(x_T, source, target):
     """A column of `source` for `target`, which has the same actions after other prompts."""
     zeros_T = torch.zeros(len(target.input_ids))
     return zeros_T.masked_scatter(target.response_mask, x_T[source.response_mask])
-
-
-def prefer_the_mean(batch, run):
-    """If values explain nothing, advantages become returns minus their mean over all actions of a
-    prompt's answers (--rollout-n 1: of the batch) -> 1.0 if values explain any, else 0.0 (a
-    collective; EVPO, 2604.19485)."""
-    returns_T = common.monte_carlo(batch, run.gamma, run.gae_level)
-    mask_T = batch.response_mask
-    explained = common.explained_variance(batch.values[mask_T], returns_T[mask_T], everywhere=True)
-    if explained > 1e-3:  # above rounding errors
-        return 1.0
-
-    # sums of each row on its rank; the row_ids of one prompt are consecutive
-    row_T = batch.row_of_token
-    sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
-    mine = list(zip(batch.row_id.tolist(), sum_B.tolist(), batch.actions.tolist()))
-    group_of = lambda row_id: row_id // run.rollout_n if run.rollout_n > 1 else 0
-
-    # sums of each group, over all ranks
-    sums = collections.Counter()
-    actions = collections.Counter()
-    for row_id, row_sum, row_actions in chain(*of_all_ranks(mine)):
-        sums[group_of(row_id)] += row_sum
-        actions[group_of(row_id)] += row_actions
-
-    # each row's returns minus the mean of its group
-    groups = [group_of(row_id) for row_id in batch.row_id.tolist()]
-    mean_B = [sums[group] / max(actions[group], 1) for group in groups]
-    less_T = returns_T - torch.tensor(mean_B)[row_T]
-    batch.advantages = torch.where(mask_T, less_T, 0.0)
-    return 0.0
 
 
 def update_actor(loop, step, batch, n):

@@ -13,6 +13,7 @@ import statistics
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from itertools import takewhile
 from typing import Literal
 
 import digits
@@ -33,7 +34,7 @@ PPO = {
     "no critic: minus the batch's mean": ZERO,
     "no critic: minus the mean of least noise": f"{ZERO} --whiten noise",
     "4 answers to each of 64 prompts": (
-        f"{ZERO} --train-batch-size 64 --rollout-n 4 --critic-where-it-helps"
+        f"tests/forks/evpo.py {ZERO} --train-batch-size 64 --rollout-n 4"
     ),
     "critic with a random head, lambda 1": RANDOM,
     "the same, its head starts at 0": "--critic.value-head-init zero",
@@ -46,11 +47,11 @@ PPO = {
         "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
         " --privileged-key response"
     ),
-    "oracle: true V(s), lambda 1": "--baseline V",
-    "oracle: true V(s), lambda 0.95": "--baseline V --lam-policy 0.95",
-    "oracle: true V(s), lambda 0": "--baseline V --lam-policy 0",
-    "oracle: minus true b(s)": "--baseline b",
-    "oracle: true Q(s,a) - b(s)": "--baseline Q-b",
+    "oracle: true V(s), lambda 1": "tests/oracle.py --baseline V",
+    "oracle: true V(s), lambda 0.95": "tests/oracle.py --baseline V --lam-policy 0.95",
+    "oracle: true V(s), lambda 0": "tests/oracle.py --baseline V --lam-policy 0",
+    "oracle: minus true b(s)": "tests/oracle.py --baseline b",
+    "oracle: true Q(s,a) - b(s)": "tests/oracle.py --baseline Q-b",
     "adapters of rank 16 on one base": (
         "--share-base --actor.lora-rank 16 --critic.lora-rank 16 --actor.lora-alpha 32"
         " --critic.lora-alpha 32 --actor.lr 3e-3"
@@ -60,15 +61,17 @@ PPO = {
         "--critic.value-head-init zero --privileged-key response"
     ),
     "lambda 0.95": f"{RANDOM} --lam 0.95",
-    "the first token gets half the credit": f"{RANDOM} --first-token-credit 0.5",
+    "the first token gets half the credit": f"tests/forks/first_token_credit.py {RANDOM}",
     "10 of 60 steps for the critic alone": f"{RANDOM} --critic-warmup 10",
-    "bins (HL-Gauss)": "--critic.value-head hl_gauss --critic.value-range -0.1 1.1",
+    "bins (HL-Gauss)": "tests/forks/hl_gauss.py ppo_loop --critic.value-range -0.1 1.1",
     "bounded values": f"{RANDOM} --critic.value-head bounded --critic.value-range -0.1 1.1",
-    "value places 0.3, 0.6 and 0.9": f"{RANDOM} --critic.value-places 0.3 0.6 0.9",
-    "the critic only where it helps": f"{RANDOM} --critic-where-it-helps",
+    "value places 0.3, 0.6 and 0.9": f"tests/forks/sp3o.py ppo_loop {RANDOM}",
+    "the critic only where it helps": f"tests/forks/evpo.py {RANDOM}",
     "at the mean return, not whitened": "--critic.value-head-init mean --whiten none",
     "at the mean return, lambda 0 for the policy": "--critic.value-head-init mean --lam-policy 0",
-    "progress advantage of the first row's policy": "--baseline progress --learned {first}",
+    "progress advantage of the first row's policy": (
+        "tests/oracle.py --baseline progress --learned {first}"
+    ),
     "SAO": (
         f"{UNCLIPPED} --actor.ratio-band 0.7 6 --critic.freeze-modules self_attn"
         " --critic.ppo-epochs 2 --first-token-credit 0.51 --critic-warmup 10"
@@ -79,7 +82,7 @@ PPO = {
     ),
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
-GROUPS = f"{ZERO} --train-batch-size 2 --rollout-n 4 --critic-where-it-helps"
+GROUPS = f"tests/forks/evpo.py {ZERO} --train-batch-size 2 --rollout-n 4"
 PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
 DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
     "no critic: minus the batch's mean": f"{ZERO} --train-batch-size 8",
@@ -97,7 +100,7 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "from scratch, head at the mean return": "--train-batch-size 8 --critic.value-head-init mean",
     "from scratch, reads the right answer": f"{SCRATCH} --privileged-key answer",
     "from scratch, bins (HL-Gauss)": (
-        f"{SCRATCH} --critic.value-head hl_gauss --critic.value-range -5 5"
+        f"tests/forks/hl_gauss.py ppo_loop {SCRATCH} --critic.value-range -5 5"
     ),
     "from scratch, bounded values": (
         f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5"
@@ -107,14 +110,22 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
 
 def run(job):
     """Rows of metrics.jsonl of a run, which is made if it is not there."""
-    folder, flags = job
+    folder, script, flags = job
     if not (folder / "report.html").exists():
-        script = "tests/oracle.py" if "--baseline" in flags else "ppo_loop.py"
-        command = [sys.executable, ROOT / script, "--out-dir", folder, "--resume", "auto", *flags]
+        command = [sys.executable, *script, "--out-dir", folder, "--resume", "auto", *flags]
         subprocess.run(
             command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
         )
     return [json.loads(line) for line in open(folder / "metrics.jsonl")]
+
+
+def script_of(flags, usual):
+    """(words that start a script, a recipe's flags). It may begin with one of tests/: a fork, and
+    the name of the script that the fork changes."""
+    words = flags.split()
+    script = [*takewhile(lambda word: not word.startswith("--"), words)]
+    file, *name = script or [usual]
+    return [ROOT / file, *name], words[len(script) :]
 
 
 def told(numbers):
@@ -153,10 +164,12 @@ def ablations(
 
     todo = []
     for name, flags in recipes.items():
-        words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own} {flags}".split()
+        script, mine = script_of(flags, "ppo_loop.py")
+        words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own}".split() + mine
         for seed in of:
             blanks = {"seed": seed, "task": out / f"task, {seed}", "first": out / f"{mean}, {seed}"}
-            todo.append((out / f"{name}, {seed}", [word.format(**blanks) for word in words]))
+            filled = [word.format(**blanks) for word in words]
+            todo.append((out / f"{name}, {seed}", script, filled))
 
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))

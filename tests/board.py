@@ -2,10 +2,11 @@
 
 python tests/board.py                   critic_fsdp.py as it is in this folder: five minutes
 python tests/board.py --lr 3e-4         the same with other flags of critic_fsdp.py
+python tests/board.py tests/forks/quantiles.py          a fork of it, and its flags
 
-To play, change what you like in critic_fsdp.py, such as `loss`, run this, and put the line that it
-prints on top of the board in RESULTS.md. Every critic learns from tests/answers.jsonl, 7,838
-answers of one tiny policy to sums of two numbers, in at most 400 updates, and must not see
+To play, change what you like in critic_fsdp.py or in a fork, such as `loss`, run this, and put the
+line that it prints on top of the board in RESULTS.md. Every critic learns from tests/answers.jsonl,
+7,838 answers of one tiny policy to sums of two numbers, in at most 400 updates, and must not see
 tests/truth.jsonl before it is judged. The number is the explained variance of the true values
 behind the first token, where a critic must follow the answer, of 512 answers to 128 other sums; the
 mean of three seeds and its standard error.
@@ -18,7 +19,7 @@ import subprocess
 import sys
 
 import recipes
-from ablations import told
+from ablations import script_of, told
 
 TESTS = pathlib.Path(__file__).resolve().parent
 OUT = pathlib.Path("out/board").absolute()
@@ -31,8 +32,10 @@ def main(flags):
     truth.mkdir(parents=True)
     shutil.copy(TESTS / "truth.jsonl", truth)
     own = f"--rollouts {TESTS}/answers.jsonl --eval-rollouts {TESTS}/truth.jsonl --steps 400"
-    own += " --eval-every 0 --save-every 0 " + " ".join(flags)
-    runs = [recipes.run((OUT / f"{seed}", truth, f"{own} --seed {seed}")) for seed in SEEDS]
+    [script], words = script_of(" ".join(flags), "critic_fsdp.py")
+    own += " --eval-every 0 --save-every 0 " + " ".join(words)
+    jobs = [(OUT / f"{seed}", truth, script, f"{own} --seed {seed}") for seed in SEEDS]
+    runs = list(map(recipes.run, jobs))
 
     columns = [told([run[name] for run in runs]) for name in ("later", "explained", "flatness")]
     commit = ["git", "-C", TESTS, "describe", "--always", "--dirty"]

@@ -51,7 +51,7 @@ import gpu_helpers as gpu  # noqa: E402
 import torch  # noqa: E402
 import torch.nn.functional as F  # noqa: E402
 import transformers  # noqa: E402
-from helpers import SCRATCH, random_batch  # noqa: E402
+from helpers import BINS, SCRATCH, random_batch  # noqa: E402
 from reference import LOAD, plain_loop  # noqa: E402
 
 import common  # noqa: E402
@@ -71,7 +71,6 @@ AUTO = "auto:0.01" if DRY else "auto"
 
 ROWS = random_batch(12, vocab_size=60, prompts=3)
 SIZES = {"ppo_mini_batch_size": 6, "ppo_max_token_len_per_gpu": 100}  # an update has two steps
-BINS = {"value_head": "hl_gauss", "value_range": (-5.0, 5.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-5.0, 5.0)}
 RECOMPUTED = {"gradient_checkpointing": True}
 BOTH = {  # what both critics can do on one card -> flags
@@ -79,7 +78,7 @@ BOTH = {  # what both critics can do on one card -> flags
     "rows alone": {"share_prompts": False},
     "padded": {"use_remove_padding": False},
     "checkpointing": RECOMPUTED,
-    "bins": BINS,
+    "bins": {**BINS, "value_range": (-5.0, 5.0)},
     "bounded": BOUNDED,
     "frozen": {"freeze_modules": "norm"},
     "experts": {"model": "tiny-qwen3-moe"},

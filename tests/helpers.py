@@ -27,7 +27,7 @@ from safetensors import safe_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"  # development data next to the repository, see its README
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "forks")]
 
 import common  # noqa: E402
 import critic_fsdp  # noqa: E402
@@ -346,12 +346,13 @@ STRATEGIES = ("fsdp2", "fsdp1", "none")
 LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {
     "ulysses": {"ulysses_size": 2}
 }
+BINS = {"fork": "hl_gauss", "value_head": "bounded"}
 VARIANTS = {
     "lora": {"lora_rank": 3, "lora_alpha": 6.0},
-    "hl_gauss": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
+    "hl_gauss": {**BINS, "value_range": (-1.5, 2.0)},
     "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
-    "places": {"value_places": (0.0, 0.3, 0.9, 1.0)},
+    "places": {"fork": "sp3o", "of_fork": {"places": (0.0, 0.3, 0.9, 1.0)}},
     "noise": {"value_weights": "noise"},
 }
 
@@ -374,11 +375,32 @@ def names_with_moments(critic):
     return {name for name, moments in state["state"].items() if "exp_avg" in moments}
 
 
-def worker(total_steps=None, script=critic_fsdp, **fields):
-    """A critic with its model built."""
+def worker(total_steps=None, script=critic_fsdp, fork=None, of_fork=None, **fields):
+    """A critic with its model built. fork: of a file of tests/forks. of_fork: names -> what its
+    class has instead of its own."""
     made = script.CriticWorker(script.Config(**fields))
-    made.init_model(total_steps)
+    with forked_critic(script, fork, of_fork):
+        made.init_model(total_steps)
     return made
+
+
+def forked_critic(script, fork, of_fork=None):
+    """Meanwhile the critic of this script is that of a fork; None: its own."""
+    if not fork:
+        return contextlib.nullcontext()
+    start = importlib.import_module("fork")
+    part = type("Part", (importlib.import_module(fork).Critic,), of_fork or {})
+    return mock.patch.object(script, start.NAMES[script.__name__], start.forked(script, part))
+
+
+def rows_after(*prompts, answer=2):
+    """A batch of rows with these prompts, each followed by `answer` actions."""
+    rows = [common.Batch.blank(len(prompt) + answer) for prompt in prompts]
+    for number, (row, prompt) in enumerate(zip(rows, prompts)):
+        row.row_id[0] = number
+        row.input_ids[: len(prompt)] = torch.tensor(prompt)
+        row.response_mask[: len(prompt)] = False
+    return common.concat(rows)
 
 
 def one_update(worker, batch):

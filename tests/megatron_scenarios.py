@@ -34,7 +34,12 @@ FROZEN = {
     "gradient_checkpointing": True,
     "freeze_modules": "embed|self_attn|gate_|up_",
 }
-PLACES = {**FOUR_LAYERS, "value_places": (0.2, 0.7), "value_weights": "noise"}
+PLACES = {
+    **FOUR_LAYERS,
+    "value_weights": "noise",
+    "fork": "sp3o",
+    "of_fork": {"places": (0.2, 0.7)},
+}
 MISTRAL = {
     "model": "tiny-mistral",
     "override_config": '{"num_hidden_layers": 4, "sliding_window": 8}',
@@ -58,7 +63,7 @@ FOLDERS = {  # models without a preset, saved in models/ -> changes to tiny-qwen
 }
 CORRECTION = "layers.1.mlp.gate.e_score_correction_bias"  # of GLM's router
 BFLOAT16 = {"param_dtype": "bfloat16"}
-HL_GAUSS = {"value_head": "hl_gauss", "value_range": (-3.0, 3.0)}
+HL_GAUSS = {**helpers.BINS, "value_range": (-3.0, 3.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
 STEPS = 12  # of the whole schedule; every learning rate depends on it
@@ -215,7 +220,7 @@ def export(folder):
         worker.export_hf(folder / "hf" / name)
         if common.RANK == 0:
             torch.save(values, folder / f"values of {name}.pt")
-            head = (worker.config.value_head, worker.config.value_range)
+            head = (name, worker.config.value_range)
             model = check_export(folder / "hf" / name, batch, values, *head, rtol=1e-5)
             assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
 

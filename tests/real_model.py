@@ -32,7 +32,7 @@ from time import perf_counter
 
 import torch
 import tyro
-from ablations import told
+from ablations import script_of, told
 from helpers import common
 from matplotlib.figure import Figure
 
@@ -176,7 +176,7 @@ PPO = {
         f"{CRITIC} --critic.model {{model}} --critic.value-head-init mean"
     ),
     "4 answers to each of 8 prompts": (
-        f"{NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4 --critic-where-it-helps"
+        f"tests/forks/evpo.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
     ),
     "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
     "critic from scratch, less noise": f"{LESS_NOISE} --critic.model {{model}}",
@@ -261,8 +261,9 @@ def ppo(
         if "{pretrained}" in flags:
             mine = steps - asked
             blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
-        words = words_of(f"{COMMON} {LINE} {flags} --steps {mine}", **blanks)
-        without_weights(make(out, name, seed, "ppo_loop.py", words))
+        [script], own = script_of(flags, "ppo_loop.py")
+        words = words_of(f"{COMMON} {LINE} {' '.join(own)} --steps {mine}", **blanks)
+        without_weights(make(out, name, seed, script, words))
 
     table_of_ppo(out, all_seeds, asked)
 
@@ -342,10 +343,7 @@ CRITICS = {
     "all layers train, rate 1e-5": "--lr 1e-5",
     "LoRA of rank 16, rate 1e-4": "--lora-rank 16 --lr 1e-4",
     "20 layers frozen, bins (HL-Gauss)": (
-        f"--freeze-modules {LOWEST} --lr 2e-5 --value-head hl_gauss --value-range -0.1 1.1"
-    ),
-    "20 layers frozen, places 0.5, 0.75 and 1": (
-        f"--freeze-modules {LOWEST} --lr 2e-5 --value-places 0.5 0.75 1"
+        f"tests/forks/hl_gauss.py --freeze-modules {LOWEST} --lr 2e-5 --value-range -0.1 1.1"
     ),
 }
 
@@ -378,8 +376,8 @@ def critic(
         for name in () if table else recipes:
             tell(out, next(numbers), seeds * len(recipes))
             head = "" if "hl_gauss" in CRITICS[name] else " --value-head-init mean"
-            words = (flags + head).split() + CRITICS[name].split()
-            folder = make(out, name, seed, "critic_fsdp.py", words)
+            [script], own = script_of(CRITICS[name], "critic_fsdp.py")
+            folder = make(out, name, seed, script, (flags + head).split() + own)
             if not search:
                 score(folder, judge)
     table_of_critics(out, recipes, range(101, 101 + seeds))

@@ -20,7 +20,7 @@ from typing import Literal, NamedTuple
 import digits
 import real_model
 import tyro
-from ablations import told
+from ablations import script_of, told
 from tqdm import tqdm
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -30,8 +30,8 @@ RECIPES = {
     "head at 0": "--value-head-init zero",
     "head at the mean return": MEAN,
     "at the mean: bounded values": f"{MEAN} --value-head bounded",
-    "the head is random: bins (HL-Gauss)": "--value-head-init normal --value-head hl_gauss",
-    "at the mean: value places 0.3, 0.6 and 0.9": f"{MEAN} --value-places 0.3 0.6 0.9",
+    "the head is random: bins (HL-Gauss)": "tests/forks/hl_gauss.py --value-head-init normal",
+    "at the mean: value places 0.3, 0.6 and 0.9": f"tests/forks/sp3o.py {MEAN}",
     "at the mean: lambda 0.95": f"{MEAN} --lam 0.95",
     "at the mean: reads the right answer": f"{MEAN} --privileged-key answer",
     "at the mean: attention frozen": f"{MEAN} --freeze-modules {{frozen}}self_attn",
@@ -59,7 +59,7 @@ class Task(NamedTuple):
 
 
 def call(script, flags, **blanks):
-    """Runs a script of the project with these flags, on one core."""
+    """Runs a script of the project, or one of its forks, with these flags, on one core."""
     words = real_model.words_of(flags, blank=" ", **blanks)
     one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
     subprocess.run([sys.executable, ROOT / script, *words], env=one_thread, check=True)
@@ -108,10 +108,10 @@ TASKS = {"addition": addition, "digits": lots, "sums": sums}
 def run(job):
     """Trains and judges a critic, if that is not done -> its numbers in truth.json, and the last
     line of metrics.jsonl that is about held-out answers."""
-    folder, truth, flags = job
+    folder, truth, script, flags = job
     judged = folder / "truth"
     if not (judged / "truth.json").exists():
-        call("critic_fsdp.py", f"{flags} --out-dir {{folder}} --resume auto", folder=folder)
+        call(script, f"{flags} --out-dir {{folder}} --resume auto", folder=folder)
         judged.mkdir(exist_ok=True)
         shutil.copy(truth / "truth.jsonl", judged)
         hint = "--privileged-key answer" if "--privileged-key" in flags else ""
@@ -152,15 +152,12 @@ def recipes(
     blanks = {"policy": task.policy, "lora": task.lora, "frozen": task.frozen}
     blanks |= {"quarter": task.steps // 4, "four": 4 * task.steps}
     names = only or [*RECIPES]
-    todo = [
-        (
-            out / f"{name}, {seed}",
-            out / "truth",
-            f"{own} {RECIPES[name].format(**blanks)} --seed {seed}",
-        )
-        for seed in range(101, 101 + seeds)
-        for name in names
-    ]
+    todo = []
+    for seed in range(101, 101 + seeds):
+        for name in names:
+            [script], words = script_of(RECIPES[name].format(**blanks), "critic_fsdp.py")
+            flags = f"{own} {' '.join(words)} --seed {seed}"
+            todo.append((out / f"{name}, {seed}", out / "truth", script, flags))
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     tell({name: runs[i :: len(names)] for i, name in enumerate(names)})

@@ -29,6 +29,7 @@ from helpers import (
     parts_of,
     random_batch,
     refused,
+    rows_after,
     rows_of,
     verl,
     worker,
@@ -1370,16 +1371,6 @@ def test_the_five_tokens_of_the_reading_path():
 # ---- Edge cases, worked out by hand, for faults that nothing else would show ---------------------
 
 
-def rows_after(*prompts, answer=2):
-    """A batch of rows with these prompts, each followed by `answer` actions."""
-    rows = [common.Batch.blank(len(prompt) + answer) for prompt in prompts]
-    for number, (row, prompt) in enumerate(zip(rows, prompts)):
-        row.row_id[0] = number
-        row.input_ids[: len(prompt)] = torch.tensor(prompt)
-        row.response_mask[: len(prompt)] = False
-    return common.concat(rows)
-
-
 @pytest.mark.parametrize("log_ratio, ratio", [(19.5, 19.5), (30.0, 20.0), (-30.0, -20.0)])
 def test_the_policy_ratio_stays_within_e_to_the_20(log_ratio, ratio):
     one = torch.ones(1)
@@ -1417,41 +1408,6 @@ def test_rows_that_were_cut_off_end_with_0_unless_asked_otherwise(options, after
     assert rows.returns.tolist() == [0.0, after, after]
 
 
-def of_answers(rewards, values, n=2, **fields):
-    """(advantages, metrics) of rows with one prompt and n actions. values: one for all actions of a
-    row."""
-    rows = rows_after(*[[3]] * len(rewards), answer=n)
-    rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
-    rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
-    flags = {
-        "lam_policy": None,
-        "first_token_credit": None,
-        "whiten": "none",
-        "rollout_n": 1,
-        "kl_penalty": "k1",
-        "gamma": 1.0,
-        "lam": 1.0,
-        "gae_level": "token",
-        "critic_where_it_helps": False,
-        "bootstrap_truncated": False,
-    }
-    run = types.SimpleNamespace(**flags | fields)
-    critic = types.SimpleNamespace(
-        compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None
-    )
-    rewards_T = torch.tensor([x for reward in rewards for x in [0.0] * n + [reward]])
-    metrics = ppo_loop.assign_credit(rows, rows, rewards_T, 0.0, run, critic)
-    return rows.advantages.view(-1, 1 + n).tolist(), metrics
-
-
-@pytest.mark.parametrize("n", [2, 3, 9])
-def test_the_first_action_gets_the_credit_of_the_flag(n):
-    """With a reward of 1 and values of 0, the first action gets the flag's share and the last
-    action all."""
-    [[_, first, *_, last]], _ = of_answers([1.0], [0.0], n, first_token_credit=0.25)
-    assert (first, last) == pytest.approx((0.25, 1.0))
-
-
 def test_returns_of_lambda_1_need_no_values():
     batch = random_batch(12)
     batch.token_level_rewards = torch.randn(len(batch.input_ids)) * batch.response_mask
@@ -1464,36 +1420,6 @@ def test_returns_of_lambda_1_need_no_values():
     for options in ((0.9, 0.5), (0.9, 1.0, True)):
         with refused("is missing", begin="values: "):
             common.add_returns(plain, *options)
-
-
-def test_the_only_action_gets_all_the_credit():
-    assert of_answers([1.0], [0.0], 1, first_token_credit=0.25) == ([[0.0, 1.0]], {})
-
-
-@pytest.mark.parametrize("values, helps", [
-    ([1.1, 2.1, 2.9, 3.9], 1), ([7.0] * 4, 0), ([4.0, 3.0, 2.0, 1.0], 0),
-])  # fmt: skip
-@pytest.mark.parametrize("n, less", [(1, [2.5] * 4), (2, [1.5, 1.5, 3.5, 3.5])])
-@pytest.mark.parametrize("gamma, level", [(1.0, "token"), (0.5, "turn")])
-def test_the_mean_return_replaces_a_critic_that_explains_nothing(
-    n, less, values, helps, gamma, level
-):
-    """Nothing comes after the only turn of a row, so a gamma that counts turns changes nothing."""
-    rewards = [1.0, 2.0, 3.0, 4.0]
-    flags = {"critic_where_it_helps": True, "rollout_n": n, "gamma": gamma, "gae_level": level}
-    found, metrics = of_answers(rewards, values, **flags)
-    assert metrics == {"critic/helps": helps}
-    for row, reward, mean, value in zip(found, rewards, less, values):
-        baseline = value if helps else mean
-        assert row == pytest.approx([0, reward - baseline, reward - baseline])
-
-
-@pytest.mark.parametrize("places, weights", [
-    ((0.5,), [0, 0, 0, 1, 0]), ((0.0, 0.2, 1.0), [0, 0.5, 0, 0, 0.5]),
-])  # fmt: skip
-def test_value_places_of_four_actions(places, weights):
-    rows = rows_after([3], answer=4)
-    assert common.loss_weights(rows, "token-mean", places=places).tolist() == weights
 
 
 def test_a_row_with_images_shares_with_no_prompt():

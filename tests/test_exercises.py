@@ -5,6 +5,7 @@ import json
 import statistics
 import types
 
+import evpo
 import pytest
 import torch
 import torch.nn.functional as F
@@ -111,11 +112,11 @@ def test_5_a_huber_loss(monkeypatch):
 
 
 @pytest.mark.parametrize("lam", [1.0, 0.95])
-def test_6_a_critic_that_always_says_7(lam):
+def test_6_a_critic_that_always_says_7(lam, monkeypatch):
     """With lambda 1, nothing: each advantage is the return minus 7, and whitening removes any
     constant. With lambda 0.95 the last TD error, return minus 7, fades towards the start of the
-    row, so the place of an action decides. With the flag, advantages are returns minus their mean,
-    because 7 explains nothing."""
+    row, so the place of an action decides. With EVPO's fork, advantages are returns minus their
+    mean, because 7 explains nothing."""
     common.setup_distributed()
     found = []
     for value, helps in ((0.0, False), (7.0, False), (7.0, True)):
@@ -123,15 +124,17 @@ def test_6_a_critic_that_always_says_7(lam):
         batch.old_log_probs = batch.ref_log_probs = 0 * batch.values
         says = lambda batch: value * batch.response_mask  # noqa: B023
         critic = types.SimpleNamespace(start_at_mean=lambda *_: None, compute_values=says)
-        run = ppo_loop.Run(Config(), lam=lam, critic_where_it_helps=helps)
+        run = ppo_loop.Run(Config(), lam=lam)
+        if helps:
+            monkeypatch.setattr(ppo_loop, "advantages_of", evpo.advantages_of)
         rewards_T = torch.zeros(len(batch.input_ids))
         rewards_T[common.last_action(batch)] = torch.tensor([0.0, 1.0] * 4)
         ppo_loop.assign_credit(batch, batch, rewards_T, 0.0, run, critic)
         found.append(batch.advantages)
-    returns, sevens, with_the_flag = found
+    returns, sevens, with_the_fork = found
     assert torch.allclose(returns, sevens, atol=1e-4) == (lam == 1.0)
-    assert torch.allclose(returns, with_the_flag, atol=1e-4) == (lam == 1.0)
-    assert with_the_flag.sign().equal(sevens.sign()) == (lam == 1.0)
+    assert torch.allclose(returns, with_the_fork, atol=1e-4) == (lam == 1.0)
+    assert with_the_fork.sign().equal(sevens.sign()) == (lam == 1.0)
 
 
 def test_7_adamw_does_not_see_the_size_of_a_gradient():

@@ -127,8 +127,6 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--eval-prompts x.jsonl", "--eval-prompts x.jsonl: needs --prompts"),
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
-    ("--lam-policy 1 --first-token-credit 0.5", "1.0: excludes --first-token-credit 0.5"),
-    ("--gae-level turn --first-token-credit 0.5", "credit 0.5: counts tokens, so it excludes"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
     ("--actor.ratio-band 2 1", "--actor.ratio-band 2.0 1.0: LOW must be below HIGH"),
 ])  # fmt: skip
@@ -152,7 +150,7 @@ def test_flags_that_need_others_are_taken_with_them(flags):
 
 
 @pytest.mark.parametrize("named, flags", [
-    ("--critic.value-range", "--critic.value-head hl_gauss"), ("--prompts", "--privileged-key x"),
+    ("--critic.value-range", "--critic.value-head bounded"), ("--prompts", "--privileged-key x"),
     *((flags.split()[0], flags) for flags in (  # prompts have 6 tokens and responses 8
     "--prompts x.jsonl --reward gsm8k", "--reward nothing.py:f", "--environment nothing.py:f",
     "--actor.override-config {", "--actor.model tiny-qwen7", "--actor.tokenizer /none",

@@ -367,51 +367,6 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     assert len(list(tmp_path.glob("*.py"))) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
-def test_a_critic_with_a_second_output_learns_both(script, tmp_path):
-    """The reading path's patch: the first losses are those of a constant, by hand; a run that goes
-    on with two ranks makes the same updates; the export gives the values that --score gives."""
-    for file in ("common.py", f"{script}.py", "tests/rows.jsonl"):
-        shutil.copy(ROOT / file, tmp_path)
-    patch = (ROOT / "tests" / "second_output.diff").read_text()
-    if script == "critic_megatron":
-        patch = patch.replace("critic_fsdp", script).replace("to_device(", "before_actions(")
-    (tmp_path / "patch").write_text(patch)
-    succeeded(run("git", "apply", "patch", cwd=tmp_path))
-
-    words = (f"{script}.py", "--rollouts", "rows.jsonl", "--ppo-mini-batch-size", 1024, "--out-dir")
-    succeeded(run(sys.executable, *words, "out/my", "--steps", 4, cwd=tmp_path))
-    succeeded(run(sys.executable, *words, "out/two", "--steps", 2, cwd=tmp_path))
-    succeeded(torchrun(2, *words, "out/two", "--steps", 4, "--resume", "auto", cwd=tmp_path))
-    one, two = (metrics_of(tmp_path / "out" / name) for name in ("my", "two"))
-    assert two == {key: pytest.approx(x, rel=1e-5, abs=1e-6) for key, x in one.items()}
-
-    # the start, for each action: (its row's reward, how many actions are left); then both learn
-    rows = common.read_lines(tmp_path / "rows.jsonl")
-    told = []
-    for row in rows:
-        lefts = range(len(row["response"]) + 1, 0, -1)  # <eos> is the last action
-        told += [(row["reward"], left) for left in lefts]
-    start = float(f"{fmean(reward for reward, _ in told):.2g}")
-    losses = [0.5 * (start - reward) ** 2 for reward, _ in told]
-    assert one[1, "critic/vf_loss"] == pytest.approx(fmean(losses), rel=1e-5)
-    errors = [(start - left) ** 2 for _, left in told]
-    assert one[1, "critic/left_error"] == pytest.approx(fmean(errors), rel=1e-5)
-    for name in ("vf_loss", "left_error"):
-        assert one[4, f"critic/{name}"] < 0.99 * one[1, f"critic/{name}"]
-
-    (tmp_path / "row.jsonl").write_text(
-        json.dumps({"prompt": "94+48=", "response": "94", "reward": 0})
-    )
-    score = (f"{script}.py", "--score", "row.jsonl", "--model", "out/my/hf", "--out-dir", "out/s")
-    succeeded(run(sys.executable, *score, cwd=tmp_path))
-    [row] = common.read_lines(tmp_path / "out" / "s" / "scored.jsonl")
-    assert said_by_python_of(PAGES["reference.md"], tmp_path) == pytest.approx(
-        row["values"], abs=1e-5
-    )
-
-
 def started(line, folder):
     """Starts a command in a folder, as forks -> what ended() waits for."""
     fewer = [n for pattern, n in STEPS.items() if re.match(pattern, line)]

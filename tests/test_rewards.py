@@ -293,7 +293,6 @@ SAYS_THE_SAME.compute_values = lambda batch: batch.values
     (0.1, dict(kl_penalty="abs", lam_policy=0.3, gamma=0.97)),
     (0.1, dict(kl_penalty="k2", whiten="none", lam=0.0, lam_policy=1.0,
       bootstrap_truncated=True)),
-    (0.1, dict(first_token_credit=0.3, lam=0.9)),
     (0.1, dict(gae_level="turn", gamma=0.9, lam=0.8, lam_policy=0.4, bootstrap_truncated=True)),
 ])  # fmt: skip
 def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
@@ -312,7 +311,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     earned_T *= torch.rand(len(batch.input_ids), generator=g) < 0.3
     earned_T[common.last_action(batch)] = torch.randn(8, generator=g)
 
-    assert ppo_loop.assign_credit(batch, batch, earned_T, kl_coef, run, SAYS_THE_SAME) == {}
+    ppo_loop.assign_credit(batch, batch, earned_T, kl_coef, run, SAYS_THE_SAME)
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy
 
@@ -321,8 +320,6 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
         rewards_T[start:end] = earned_T[start:end] - paid_T
         bootstraps = run.bootstrap_truncated and batch.truncated[b]
         after = float(batch.values[places[-1]]) if bootstraps else 0.0
-        if run.first_token_credit:
-            lam_policy = math.exp(math.log(0.3) / (len(places) - 1)) if len(places) > 1 else 1.0
 
         columns = (rewards_T, batch.values, batch.response_mask)
         tokens = [*zip(*(x_T[start:end].tolist() for x_T in columns))]

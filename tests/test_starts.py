@@ -24,6 +24,7 @@ import transformers
 import tyro
 from forked import until
 from helpers import (
+    BINS,
     ROOT,
     in_one_line,
     random_batch,
@@ -589,7 +590,7 @@ def test_by_default_a_new_head_starts_at_the_mean_but_no_trained_one_and_no_bins
     for fields, starts in (
         ({}, True),
         ({"value_head": "bounded", **limits}, True),
-        ({"value_head": "hl_gauss", **limits}, False),
+        ({**BINS, **limits}, False),
         ({"value_head_init": "normal"}, False),
         ({"value_head_init": "zero"}, False),
         (trained, False),

@@ -12,7 +12,7 @@ import pytest
 import rewards
 import torch
 import truth
-from helpers import ROOT, refused, run, succeeded, torchrun, worker
+from helpers import BINS, ROOT, refused, run, succeeded, torchrun, worker
 from ppo_helpers import (
     EOS,
     KINDS,
@@ -475,7 +475,7 @@ def test_a_reward_model_rates_continuations(tmp_path):
 
 HEADS = {
     "scalar": {},
-    "bins": {"value_head": "hl_gauss", "value_range": (-1.5, 2.0)},
+    "bins": {**BINS, "value_range": (-1.5, 2.0)},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
     "LoRA": {"lora_rank": 3},
     "reads the answer": {},

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
-from helpers import common, critic_fsdp
+from helpers import common, critic_fsdp, forked_critic
 from torch.nn.utils.rnn import pad_sequence
 
 import ppo_loop
@@ -675,19 +675,21 @@ def advantages_of(table, batch, v_T, gamma):
 
 
 def critic_config(run, folder):
-    """The critic's flags, for an export with any kind of head."""
+    """(the critic's flags, for an export with any kind of head; the name of its fork or None)."""
     described = common.config_of(common.local_folder(folder))
-    head = "scalar"
-    if described.get("value_range"):
-        head = "hl_gauss" if len(described.get("id2label", ())) > 1 else "bounded"
+    head = "bounded" if described.get("value_range") else "scalar"
+    bins = len(described.get("id2label", ())) > 1
     config = replace(run.critic, model=folder, tokenizer=None, override_config="{}")
-    return replace(config, value_head=head, value_head_init="checkpoint", value_range=None)
+    config = replace(config, value_head=head, value_head_init="checkpoint", value_range=None)
+    return config, "hl_gauss" if bins else None
 
 
 def ask(table, batch, lines, run, folder, file):
     """(rows of the file with a critic's values, its Guess, its tokenizer) (a collective)."""
-    worker = critic_fsdp.CriticWorker(critic_config(run, folder))
-    worker.init_model(1)
+    config, fork = critic_config(run, folder)
+    worker = critic_fsdp.CriticWorker(config)
+    with forked_critic(critic_fsdp, fork):
+        worker.init_model(1)
     texts = [
         (line["prompt_text"].strip(), common.decode(worker.tokenizer, line["prompt_ids"]))
         for line in lines

@@ -515,7 +515,8 @@ def scores(folder):
     for kind, head, values_of in cases:
         ends = None if head == "scalar" else (-2.0, 3.0)
         fields |= {"model": kind, "value_head": head, "value_range": ends}
-        w = helpers.worker(value_head_init="normal", **fields)
+        more = helpers.BINS if head == "hl_gauss" else {}
+        w = helpers.worker(value_head_init="normal", **fields | more)
         w.critic.model.score.bias.data.add_(0.3)
         values_T = w.compute_values(batch)
         ours_T = values_of(scores_by_vllm(scorer_of(w, folder), batch))

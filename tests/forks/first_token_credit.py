@@ -1,0 +1,32 @@
+"""The first token of an answer gets a share Q of a reward at the end (JustRL-II).
+
+    python tests/forks/first_token_credit.py --critic-warmup 30 --critic.value-head-init mean
+
+The advantages of a row of L actions have their own lambda, Q^(1 / (L - 1)); JustRL-II has
+Q^(1 / L). More flags are those of ppo_loop.py.
+"""
+
+from dataclasses import replace
+
+import fork
+
+import common
+import ppo_loop
+
+Q = 0.5
+
+
+def with_credit(batch, run, q):
+    """(T,) advantages before they are whitened, if the first token's share is q."""
+    if run.lam_policy is not None or run.gae_level == "turn":
+        words = "a lambda for each row excludes --lam-policy and --gae-level turn"
+        raise common.UserError(f"first_token_credit.py: {words}")
+    lambdas = [q ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
+    credited = replace(batch)
+    common.add_returns(credited, run.gamma, lambdas, run.bootstrap_truncated)
+    return credited.advantages
+
+
+if __name__ == "__main__":
+    ppo_loop.advantages_of = lambda batch, run: with_credit(batch, run, Q)
+    fork.ppo()
