@@ -163,6 +163,11 @@ class Config:
         if self.strategy == "fsdp1" and any(absent):
             flags = f"{to}offload-policy, {to}keep-gathered and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
+        self.check_packing()
+
+    def check_packing(self):
+        """ValueError if ranks would share rows that are not packed. An actor has this rule, too."""
+        to = self.prefix
         if self.ulysses_size > 1 and not self.use_remove_padding:
             flag = f"{to}ulysses-size {self.ulysses_size}"
             raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")

@@ -156,6 +156,11 @@ class Config:
             raise ValueError(f"{flag}: belongs to {mode}; set both or neither")
 
         # the layout
+        self.check_packing()
+
+    def check_packing(self):
+        """ValueError if ranks would share rows that are not packed. An actor has this rule, too."""
+        to = self.prefix
         if self.context_parallel_size > 1 and not self.use_remove_padding:
             flag = f"{to}context-parallel-size {self.context_parallel_size}"
             raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")

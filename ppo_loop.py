@@ -121,7 +121,6 @@ class ActorConfig(critic_fsdp.Config):
     value_head: ClassVar[None] = None
     value_head_init: ClassVar[None] = None
     value_range: ClassVar[None] = None
-    value_places: ClassVar[None] = None
     value_weights: ClassVar[None] = None
     cliprange_value: ClassVar[None] = None
     response_length_limit: ClassVar[None] = None  # here it is --max-response-length
@@ -149,18 +148,10 @@ class ActorConfig(critic_fsdp.Config):
     kl_loss_type: KL = "k3"  # estimator of the KL in the loss
     # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
     tis_cap: Rate | None = None
-    # drop tokens whose pi_actor / pi_engine is outside LOW HIGH
-    ratio_band: tuple[Rate, Rate] | None = None
-    # drop tokens that the update would move further, if |p_actor - p_engine| is above this already
-    probability_band: Share | None = None
 
     def __post_init__(self):
         """ValueError names the flags that do not go together."""
-        if self.ratio_band:
-            low, high = self.ratio_band
-            if low >= high:
-                flag = f"{self.prefix}ratio-band {low} {high}"
-                raise ValueError(f"{flag}: LOW must be below HIGH")
+        self.check_packing()
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -1939,37 +1930,27 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
         mode = self.config.loss_agg_mode
         return common.loss_weights(local, mode, self.run.max_response_length, rows=mini)
 
+    def policy_weights(self, log_probs_T, micro):
+        """(T,) what each action counts for in PPO's objective. log_probs_T: those of now."""
+        if self.config.tis_cap is None:
+            return micro.weights
+
+        # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
+        rho_T = (micro.values - engine_log_probs(micro)).exp()
+        return micro.weights * rho_T.clamp(max=self.config.tis_cap)
+
     def loss(self, outputs, micro):
         """-> (the loss to minimise, 0-dim; for each metric, the sum over the actions)."""
         config = self.config
         mask_T = micro.response_mask
         log_probs_T, entropy_T = outputs.T.contiguous()
 
-        # what was said before: by the actor, its reference and the engine; and what is learned
+        # what was said before, by the actor and its reference, and what is learned
         old_T = micro.values
         ref_T = old_T
         if micro.rows.ref_log_probs is not None:
             ref_T = micro.rows.ref_log_probs.to(old_T.device, non_blocking=True)
-        engine_T = micro.rows.rollout_log_probs.to(old_T.device, non_blocking=True)
         advantages_T = micro.rows.advantages.to(old_T.device, non_blocking=True)
-
-        # the engine's mu has sampled the tokens: rho of IMPALA, 1802.01561, section 4.1
-        weights_T = micro.weights
-        if config.tis_cap:
-            rho_T = (old_T - engine_T).exp()
-            weights_T = weights_T * rho_T.clamp(max=config.tis_cap)
-
-        # drop what the actor and the engine see too differently (SAO, 2607.07508), or what the
-        # update would move even further from the engine (DPPO, 2602.04879, eq. 12 with TV)
-        outside_T = torch.zeros_like(mask_T)
-        now_T = log_probs_T.detach()
-        if config.ratio_band:
-            ratio_T = (now_T - engine_T).exp()
-            outside_T = mask_T & (ratio_T != ratio_T.clamp(*config.ratio_band))
-        if config.probability_band:
-            moved_T = (now_T.exp() - engine_T.exp()) * advantages_T.sign()
-            outside_T = outside_T | (mask_T & (moved_T > config.probability_band))
-        weights_T = weights_T * ~outside_T
 
         # PPO's objective
         loss, clipped, dual = policy_loss(
@@ -1977,7 +1958,7 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
             old_T,
             advantages_T,
             mask_T,
-            weights_T,
+            self.policy_weights(log_probs_T.detach(), micro),
             config.clip_ratio_low,
             config.clip_ratio_high,
             config.clip_ratio_c,
@@ -1995,13 +1976,17 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
             "pg_loss": loss,
             "pg_clipfrac": clipped,
             "pg_clipfrac_lower": dual,
-            "pg_outside": outside_T.sum(),
             "ppo_kl": (old_T - log_probs_T).sum(),
             "kl_loss": ref_kl_T.sum(),
             "entropy": entropy_T.sum(),
             "actions": mask_T.sum(),
         }
         return whole, {name: x.detach().double() for name, x in sums.items()}
+
+
+def engine_log_probs(micro):
+    """(T,) what the engine has said of the actions that it drew, on the device."""
+    return micro.rows.rollout_log_probs.to(micro.weights.device, non_blocking=True)
 
 
 class PolicyWorker(critic_fsdp.CriticWorker):

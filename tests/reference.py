@@ -339,8 +339,9 @@ def kl_of(kind, log_ratio):
     return {"k1": log_ratio, "k2": log_ratio**2 / 2, "abs": abs(log_ratio), "k3": k3}[kind]
 
 
-def loss_by_hand(lm, batch, run):
-    """(loss of a mini-batch, its sums, log-probs (T,), entropies (T,)), action by action."""
+def loss_by_hand(lm, batch, run, ratio_band=None, probability_band=None):
+    """(loss of a mini-batch, its sums, log-probs (T,), entropies (T,)), action by action. The bands
+    are those of tests/forks/sao.py and bpco.py."""
     config = run.actor
     rows = [(*ends, at) for ends, at in zip(rows_of(batch), actions_of(batch)) if at]
     actions = int(batch.response_mask.sum())
@@ -366,10 +367,10 @@ def loss_by_hand(lm, batch, run):
             pg = -ratio * a if slope else torch.tensor(value)  # clipped: a constant
             if config.tis_cap:
                 pg = pg * min(config.tis_cap, math.exp(old - batch.rollout_log_probs[t]))
-            low, high = config.ratio_band or (0.0, math.inf)
+            low, high = ratio_band or (0.0, math.inf)
             now, then = math.exp(log_p.item()), math.exp(batch.rollout_log_probs[t])
             outside = not low <= now / then <= high
-            if config.probability_band and abs(now - then) > config.probability_band:
+            if probability_band and abs(now - then) > probability_band:
                 outside = outside or (now > then and a > 0) or (now < then and a < 0)
             pg = pg * (not outside)
             kl = kl_of(config.kl_loss_type, log_p - batch.ref_log_probs[t])
@@ -381,7 +382,9 @@ def loss_by_hand(lm, batch, run):
                 "pg_clipfrac_lower": cut,
                 "ppo_kl": (old - log_p).item(),
             }
-            means |= {"pg_outside": outside, "kl_loss": kl.item(), "entropy": entropy.item()}
+            means |= {"kl_loss": kl.item(), "entropy": entropy.item()}
+            if ratio_band or probability_band:
+                means["pg_outside"] = outside
             sums["pg_loss"] += weight * pg.item()
             sums.update({key: x / actions for key, x in means.items()})
     return loss, sums, log_probs_T, entropy_T

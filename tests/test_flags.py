@@ -128,7 +128,7 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
-    ("--actor.ratio-band 2 1", "--actor.ratio-band 2.0 1.0: LOW must be below HIGH"),
+    ("--actor.ulysses-size 2 --actor.no-use-remove-padding", "2: needs packed rows; drop --actor"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     with refused_in_a_box(capfd, words):

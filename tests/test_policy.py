@@ -4,9 +4,12 @@ import dataclasses
 import itertools
 import json
 import math
+from unittest import mock
 
+import bpco
 import models
 import pytest
+import sao
 import torch
 import transformers
 from helpers import HALFWAY, captured_gradients, full_tensor, interrupted_in, refused
@@ -73,6 +76,7 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     assert loss.isfinite() and new_T.grad.isfinite().all()
 
 
+BANDS = {"ratio_band": sao, "probability_band": bpco}
 ACTORS = [  # model, temperature, fields of ActorConfig
     ("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1, kl_loss_type="abs", ratio_band=(0.8, 1.3))),
     ("tiny-qwen2", 0.7, dict(loss_agg_mode="seq-mean-token-sum", entropy_coeff=0.1,
@@ -89,8 +93,14 @@ ACTORS = [  # model, temperature, fields of ActorConfig
 
 
 def an_actor(kind, temperature, fields, tokens=90):
-    """(a PolicyWorker, a batch that it learns in one step, plain transformers in float64)."""
-    w = policy(kind, temperature, **{"ppo_max_token_len_per_gpu": tokens, **fields})
+    """(a PolicyWorker, a batch that it learns in one step, plain transformers in float64). A field
+    in BANDS makes it the actor of this fork."""
+    fields = {"ppo_max_token_len_per_gpu": tokens, **fields}
+    actor = ppo_loop.DataParallelPPOActor
+    for name in BANDS.keys() & fields.keys():
+        actor = type("Actor", (BANDS[name].Actor,), {"band": fields.pop(name)})
+    with mock.patch.object(ppo_loop, "DataParallelPPOActor", actor):
+        w = policy(kind, temperature, **fields)
     return w, batch_to_learn(w, seed=1), plain(w, torch.float64)
 
 
@@ -99,7 +109,9 @@ def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temp
     """Also those of a reference, which has no optimizer."""
     w, batch, lm = an_actor(kind, temperature, fields)
     assert tied(w.model.lm) == (kind in TIED)  # also after sharding
-    _, _, expected_T, entropy_T = loss_by_hand(lm, batch, w.run)
+    bands = {name: fields[name] for name in BANDS.keys() & fields.keys()}
+    fields = {name: x for name, x in fields.items() if name not in BANDS}
+    _, _, expected_T, entropy_T = loss_by_hand(lm, batch, w.run, **bands)
     assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
 
     log_probs_T = w.compute_log_probs(batch)
@@ -137,7 +149,8 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     rows = common.describe(batch)
     assert len(w.critic.plan_micro_batches(rows, w.critic.max_tokens).sizes[0]) > 1
     assert sum(common.costs(rows, batch.groups())) < len(batch.input_ids)
-    loss, sums, _, _ = loss_by_hand(lm, batch, w.run)
+    bands = {name: fields[name] for name in BANDS.keys() & fields.keys()}
+    loss, sums, _, _ = loss_by_hand(lm, batch, w.run, **bands)
     loss.backward()
     with captured_gradients(w) as seen:
         metrics = w.update_policy(batch)
@@ -153,8 +166,7 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
-    banded = {"ratio_band", "probability_band"} & {*fields}
-    assert bool(banded) == (metrics["actor/pg_outside"] > 0.05)
+    assert bool(bands) == (metrics.get("actor/pg_outside", 0.0) > 0.05)
     for key, x in sums.items():
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
