@@ -70,11 +70,14 @@ PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory):
-    """The scripts and tools alone in a folder, next to the development data."""
+    """The scripts, tools and forks alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
-    (folder / "main" / "tests" / "tools").mkdir(parents=True)
-    tests = ROOT / "tests"
-    for file in (*ROOT.glob("*.py"), *tests.glob("rows*.jsonl"), *tests.glob("tools/*.py")):
+    for room in ("tools", "forks"):
+        (folder / "main" / "tests" / room).mkdir(parents=True)
+    files = []
+    for names in ("*.py", "tests/rows*.jsonl", "tests/tools/*.py", "tests/forks/*.py"):
+        files += ROOT.glob(names)
+    for file in files:
         shutil.copy(file, folder / "main" / file.relative_to(ROOT))
     (folder / "shared").symlink_to(SHARED)
     return folder / "main"
@@ -218,7 +221,7 @@ def test_each_function_of_the_reading_path_is_in_its_file():
 
 
 def test_the_reading_path_counts_right():
-    """Two hours an evening, the bytes of a row, the lines of a patch; an exercise has a station."""
+    """Two hours an evening, the bytes of a row; an exercise has a station."""
     page = PAGES["reading.md"]
     stations = re.findall(r"^(\d)\. \*\*(.*)\*\* \((\d+) minutes\)", page, flags=re.M)
     minutes = [int(x) for _, _, x in stations]
@@ -228,11 +231,7 @@ def test_the_reading_path_counts_right():
     asked = re.findall(r"^\d\. \((.*?)\) ", page, flags=re.M)
     order = [[name for _, name, _ in stations].index(name) for name in asked]
     assert order == sorted(order) and len(order) == 9
-
-    new = re.findall(
-        r"^\+(?!\+\+)", (ROOT / "tests" / "second_output.diff").read_text(), flags=re.M
-    )
-    assert f"{len(new)} new lines" in page and f"{common.Row.itemsize} bytes" in page
+    assert f"{common.Row.itemsize} bytes" in page
 
 
 def drawn(name):
@@ -365,6 +364,22 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     again = run(*train, "again", "--steps", 1, "--model", "out/hf", cwd=tmp_path, PYTHONPATH="")
     assert "value head from its " in succeeded(again)
     assert len(list(tmp_path.glob("*.py"))) == 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
+def test_the_fork_of_the_reading_path_learns(script, copy, tmp_path):
+    """With Huber's loss, the first loss of errors below 1 is that of the squared error."""
+    code = re.search(r"^```python fork\n(.*?)^```", PAGES["reading.md"], flags=re.M | re.S)[1]
+    (copy / "tests" / "forks" / "huber.py").write_text(code)
+    assert 15 <= len(code.splitlines()) <= 25
+    losses = []
+    for words in (["tests/forks/huber.py", script], [f"{script}.py"]):
+        out = tmp_path / words[0].rpartition("/")[2]
+        flags = ("--rollouts", "tests/rows.jsonl", "--steps", 2, "--out-dir", out)
+        succeeded(run(sys.executable, *words, *flags, cwd=copy))
+        losses.append(metrics_of(out)[1, "critic/vf_loss"])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
 def started(line, folder):

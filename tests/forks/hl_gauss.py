@@ -18,9 +18,9 @@ BINS = 51
 
 
 class Critic:
-    def __init__(self, config, model_config, *rest):
+    def build(self, model_config):
         model_config.num_labels = BINS
-        super().__init__(config, model_config, *rest)
+        super().build(model_config)
 
     def values(self, outputs, mask):
         """The expected centre of a bin, sum_i softmax(logits)_i c_i."""

@@ -13,9 +13,9 @@ QUANTILES = 16
 
 
 class Critic:
-    def __init__(self, config, model_config, *rest):
+    def build(self, model_config):
         model_config.num_labels = QUANTILES
-        super().__init__(config, model_config, *rest)
+        super().build(model_config)
 
     def values(self, outputs, mask):
         return super().values(outputs.mean(1), mask)

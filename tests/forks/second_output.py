@@ -24,9 +24,9 @@ def actions_left(rows):
 
 
 class Critic:
-    def __init__(self, config, model_config, *rest):
+    def build(self, model_config):
         model_config.num_labels = 2
-        super().__init__(config, model_config, *rest)
+        super().build(model_config)
 
     def micro_batch(self, piece):
         """Its returns are (T, 2): the returns, and what the second output is to learn."""
