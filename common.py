@@ -3454,8 +3454,8 @@ def exported_config(model_config):
 
 def init_value_head(score, config, model_config):
     """Initializes the head, an nn.Linear, by --value-head-init -> (words on where it comes from,
-    whether the first batch sets it to the mean return). By default that is so for a new head, but
-    not for bins. UserError: the model has no head that fits."""
+    whether the first batch sets it to the mean return). By default that is so for a new head.
+    UserError: the model has no head that fits."""
     nn.init.zeros_(score.weight)
     nn.init.zeros_(score.bias)
     start = config.value_head_init

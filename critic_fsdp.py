@@ -163,14 +163,6 @@ class Config:
         if self.strategy == "fsdp1" and any(absent):
             flags = f"{to}offload-policy, {to}keep-gathered and {to}defer-grad-sync"
             raise ValueError(f"{to}strategy fsdp1: has no {flags}; use fsdp2")
-        self.check_packing()
-
-    def check_packing(self):
-        """ValueError if ranks would share rows that are not packed. An actor has this rule, too."""
-        to = self.prefix
-        if self.ulysses_size > 1 and not self.use_remove_padding:
-            flag = f"{to}ulysses-size {self.ulysses_size}"
-            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
 
 
 @pydantic.dataclasses.dataclass(frozen=True)
@@ -1249,8 +1241,10 @@ class CriticWorker:
 def check_layout(config, world_size=WORLD_SIZE):
     """UserError unless the ranks can share the work as the flags say."""
     to = config.prefix
+    flag = f"{to}ulysses-size {config.ulysses_size}"
+    if config.ulysses_size > 1 and not config.use_remove_padding:
+        raise UserError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
     if world_size % config.ulysses_size:
-        flag = f"{to}ulysses-size {config.ulysses_size}"
         raise UserError(f"{flag}: must divide the {world_size} ranks")
 
     shards = world_size if config.fsdp_size == -1 else config.fsdp_size

@@ -155,16 +155,6 @@ class Config:
             mode = f"{to}loss-agg-mode seq-mean-token-sum-norm"
             raise ValueError(f"{flag}: belongs to {mode}; set both or neither")
 
-        # the layout
-        self.check_packing()
-
-    def check_packing(self):
-        """ValueError if ranks would share rows that are not packed. An actor has this rule, too."""
-        to = self.prefix
-        if self.context_parallel_size > 1 and not self.use_remove_padding:
-            flag = f"{to}context-parallel-size {self.context_parallel_size}"
-            raise ValueError(f"{flag}: needs packed rows; drop {to}no-use-remove-padding")
-
 
 @pydantic.dataclasses.dataclass(frozen=True)
 class Run:
@@ -1374,6 +1364,9 @@ def check_layout(config, world_size=WORLD_SIZE):
     if world_size % (tp * pp * cp):
         sizes = f"tensor {tp} x pipeline {pp} x context {cp}"
         raise UserError(f"{to}*-parallel-size: {sizes} must divide the {world_size} ranks")
+    if cp > 1 and not config.use_remove_padding:
+        words = f"needs packed rows; drop {to}no-use-remove-padding"
+        raise UserError(f"{to}context-parallel-size {cp}: {words}")
 
     ep = config.expert_model_parallel_size
     etp = config.expert_tensor_parallel_size or tp

@@ -150,8 +150,7 @@ class ActorConfig(critic_fsdp.Config):
     tis_cap: Rate | None = None
 
     def __post_init__(self):
-        """ValueError names the flags that do not go together."""
-        self.check_packing()
+        """The rules of a critic are about flags that an actor does not have."""
 
 
 @pydantic.dataclasses.dataclass(frozen=True)

@@ -197,6 +197,7 @@ def play(file, names, folder, out):
     """Runs scenarios of a file on this rank, one after another; each leaves a file NAME.ok."""
     print_to(out)
     os.chdir(folder)
+    sys.path.append(os.path.join(os.path.dirname(__file__), "forks"))
     importlib.import_module(file)
     chosen = {one.name: one for one in SCENARIOS[file]}
 

@@ -128,11 +128,16 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
-    ("--actor.ulysses-size 2 --actor.no-use-remove-padding", "2: needs packed rows; drop --actor"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     with refused_in_a_box(capfd, words):
         ppo_loop.parse(flags.split())
+
+
+def test_ranks_of_an_actor_share_packed_rows_only():
+    run = ppo_loop.parse("--actor.ulysses-size 2 --actor.no-use-remove-padding".split())
+    with pytest.raises(UserError, match="--actor.ulysses-size 2: needs packed rows; drop --actor"):
+        ppo_loop.check_layout(run)
 
 
 @pytest.mark.parametrize("flags", [

@@ -316,7 +316,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     assert (values - before).abs().max() > 1e-2
     w.export_hf(hf)
     assert {p.name for p in tmp_path.iterdir()} <= {"base", "hf"} and not (hf / "stale").exists()
-    head = {name: x for name, x in fields.items() if name == "value_head"}
+    head = {name: x for name, x in fields.items() if name in ("fork", "value_head")}
     again = worker(model=str(hf), value_head_init="checkpoint", **head)
     torch.testing.assert_close(again.compute_values(batch), values, rtol=0, atol=1e-5)
     if model in MODELS:
@@ -324,7 +324,8 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
         return
 
     assert again.tokenizer("1+1=")["input_ids"] == w.tokenizer("1+1=")["input_ids"]
-    check_export(hf, batch, values, fields.get("value_head"), fields.get("value_range"))
+    kind = fields.get("fork") or fields.get("value_head")
+    check_export(hf, batch, values, kind, fields.get("value_range"))
 
 
 @pytest.mark.slow
@@ -362,7 +363,7 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     lines = "\n".join(common.toy_rows(64, 0))
     path.write_text(lines)
     wider.write_text(lines.replace('"reward": 1.0', '"reward": 5.0'))
-    critic = Config(value_head="hl_gauss", lora_rank=2, ppo_mini_batch_size=32)
+    critic = Config(value_head="bounded", lora_rank=2, ppo_mini_batch_size=32)
     run = Run(critic=critic, rollouts=str(path), steps=2, out_dir=str(out))
     critic_fsdp.main(run)
     span = lambda folder: json.loads((folder / "hf" / "config.json").read_text())["value_range"]
@@ -377,7 +378,7 @@ def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     assert span(tmp_path / "more") == span(out)  # not the range of the wider rows
     for change in ({"value_range": (0.0, 1.0)}, {"value_head": "scalar"}):
         for start in ("auto", "checkpoint"):
-            fix = "give --value-head hl_gauss --value-range -0.1 1.1, or --value-head-init normal"
+            fix = "give --value-head bounded --value-range -0.1 1.1, or --value-head-init normal"
             with pytest.raises(UserError, match=f"--value-head: .*/hf has another; {fix}"):
                 worker(**vars(exported) | change | {"value_head_init": start})
 
@@ -395,4 +396,4 @@ def test_flags_that_do_not_fit_this_model_are_named():
         with pytest.raises(UserError, match=f"--freeze-modules .*{words}"):
             worker(freeze_modules=pattern)
     with pytest.raises(UserError, match="--value-range: this head needs it"):
-        worker(value_head="hl_gauss")
+        worker(value_head="bounded")
