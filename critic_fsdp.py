@@ -759,14 +759,6 @@ class DataParallelPPOCritic:
             wanted.append(table.wanted[dp_rank] if gives else [])
         return common.give_back(values_T, local, table.rows, wanted, batch)
 
-    def free_gathered(self):
-        """Frees the gathered weights that FSDP keeps after a forward, for a backward to come."""
-        for module in self.model.modules():
-            if isinstance(module, fsdp.FSDPModule):
-                module.reshard()
-        if self.config.strategy == "fsdp1":
-            free_gathered_by_fsdp1(self.model)
-
     def update_critic(self, batch, rows):
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
 
@@ -928,6 +920,14 @@ class DataParallelPPOCritic:
         self.free_gathered()  # what an interrupted forward has left would hide the new bias
         self.model.score.weight.zero_()
         self.model.score.bias.fill_(value)
+
+    def free_gathered(self):
+        """Frees the gathered weights that FSDP keeps after a forward, for a backward to come."""
+        for module in self.model.modules():
+            if isinstance(module, fsdp.FSDPModule):
+                module.reshard()
+        if self.config.strategy == "fsdp1":
+            free_gathered_by_fsdp1(self.model)
 
 
 def build_optimizer(model, config, lr):
