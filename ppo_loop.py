@@ -2854,12 +2854,22 @@ FACTS = (*MAIN_FACTS, "messages", "turns", "truncated", "tokens", "row", "rows")
 
 
 class Worker(LokyProcess):
-    """A process that calls functions. The programs that they have started end with it."""
+    """A process that calls functions. The programs that they have started end with it, also if it
+    dies by itself: they are one group, see begin_process."""
 
     def terminate(self):
-        with suppress(OSError):  # it has just been started and leads no group, see begin_process
-            os.killpg(self.pid, signal.SIGKILL)
+        self.end_programs()
         super().terminate()
+
+    def is_alive(self):
+        alive = super().is_alive()
+        if not alive:
+            self.end_programs()
+        return alive
+
+    def end_programs(self):
+        with suppress(OSError):  # there is no such group, or not yet
+            os.killpg(self.pid, signal.SIGKILL)
 
 
 class Workers(LokyContext):

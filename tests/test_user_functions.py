@@ -271,13 +271,18 @@ def shell(answer):
 def background(answer):
     subprocess.Popen(["sleep", answer])
     time.sleep(60)
+
+def dies(answer):
+    subprocess.Popen(["sleep", answer])
+    time.sleep(6)
+    os._exit(1)
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-@pytest.mark.parametrize("name", ["shell", "background"])
-def test_the_programs_of_a_row_that_takes_too_long_end_with_it(name, ask, tmp_path):
+@pytest.mark.parametrize("name", ["shell", "background", "dies"])
+def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask, tmp_path):
     (tmp_path / "mine.py").write_text(PROGRAM)
     seconds = f"{10**6 + os.getpid()}"  # to know them by
 
