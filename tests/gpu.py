@@ -105,7 +105,8 @@ CASES |= {f"megatron {name}": flags for name, flags in BOTH.items()}
 MOVERS = ("fsdp defaults", "fsdp fsdp1", "megatron defaults")  # read each other's checkpoints
 
 # flags that change the function, not only how it is computed
-FUNCTION = {"model", "override_config", "value_head", "value_range", "lora_rank", "freeze_modules"}
+FUNCTION = {"model", "override_config", "fork", "value_head", "value_range"}
+FUNCTION |= {"lora_rank", "freeze_modules"}
 LIMITS = {  # as in test_device.py; of losses and norms relative
     "float32": {"values": 2e-5, "loss": 1e-4, "norm": 1e-4, "values after": 1e-3},
     "bfloat16": {"values": 0.1, "loss": 0.1, "norm": 0.1, "values after": 0.5},

@@ -50,7 +50,9 @@ def run(part, description, flags=""):
 def ppo(flags="", part=None):
     """Runs ppo_loop.py, with a critic that has the methods of `part`, if any. flags: before those
     of the command line, which win."""
-    words = [x for x in sys.argv[1:] if x != "ppo_loop"]
+    words = sys.argv[1:]
+    if words[:1] == ["ppo_loop"]:
+        words = words[1:]
     sys.argv[1:] = [*flags.split(), *words]
 
     def start():
