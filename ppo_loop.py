@@ -84,22 +84,15 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import common
 import critic_fsdp
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
+from critic_fsdp import Count, Fraction, Positive, Rate, Seed, Text
 
 # ---- Config --------------------------------------------------------------------------------------
 
-Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
-Count = Annotated[int, Field(ge=0, le=10**9)]
-Positive = Annotated[int, Field(gt=0, le=10**9)]
-Seed = Annotated[int, Field(ge=0, lt=2**62)]
-Rate = Annotated[float, Field(gt=0, le=1e30, allow_inf_nan=False)]  # float32 can hold it
 Weight = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 Seconds = Annotated[float, Field(ge=0, le=1e6)]
 Heat = Annotated[float, Field(ge=0.01, le=100)]  # vLLM takes less for 0.01; logits stay finite
-Fraction = Annotated[float, Field(ge=0, le=1)]
 Share = Annotated[float, Field(gt=0, le=1)]
 KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
-SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
-AggMode = Literal["token-mean", "token-sum", SeqMode]
 # flags about a critic's own base, see --share-base
 OF_A_BASE = (
     "override_config strategy fsdp_size offload_policy keep_gathered defer_grad_sync compile"
