@@ -2861,7 +2861,7 @@ class Worker(LokyProcess):
         return alive
 
     def end_programs(self):
-        with suppress(OSError):  # there is no such group, or not yet
+        with suppress(OSError):  # the group has ended, or has not begun
             os.killpg(self.pid, signal.SIGKILL)
 
 
