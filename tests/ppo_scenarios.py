@@ -11,7 +11,6 @@ import pathlib
 import re
 from unittest import mock
 
-import evpo
 import faults
 import forked
 import pytest
@@ -628,7 +627,8 @@ for name, ranks, function, args, needs in LAUNCHES:
 
 def import_scripts():
     """Each rank imports them itself, because they read RANK on import."""
-    global common, ppo_loop
+    global common, evpo, ppo_loop
+    import evpo
     import helpers  # noqa: F401  # puts them on the path
 
     import common
