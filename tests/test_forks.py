@@ -174,6 +174,24 @@ def record(folder):
     (ROOT / "tests" / "forks.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
+@BOTH
+def test_a_plain_critic_does_not_go_on_from_a_forks_checkpoint(script, tmp_path):
+    """It would go on with another loss. The fork does."""
+    flags = ("--steps", "1", "--out-dir", tmp_path, "--eval-every", "0")
+    name = script.__name__
+    succeeded(run(sys.executable, FORKS / "sp3o.py", name, *flags))
+    more = (*flags, "--steps", "2", "--resume", "auto")
+    process = run(sys.executable, ROOT / f"{name}.py", *more)
+    words = "is of another model: fork sp3o there, None here"
+    assert process.returncode == 2 and words in process.stderr, process.stderr
+    succeeded(run(sys.executable, FORKS / "sp3o.py", name, *more))
+
+
+def test_a_script_that_is_not_there_is_named():
+    process = run(sys.executable, FORKS / "sp3o.py", "critic_megatrom")
+    assert process.returncode == 1 and "critic_megatrom: no script has this name" in process.stderr
+
+
 def test_a_fork_needs_no_more_than_60_lines():
     """Otherwise a seam is missing in the scripts."""
     for file in FORKS.glob("*.py"):

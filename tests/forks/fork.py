@@ -25,8 +25,15 @@ NAMES = {"critic_fsdp": "DataParallelPPOCritic", "critic_megatron": "MegatronPPO
 
 
 def forked(script, part):
-    """The critic of a script, a module, with the methods of the class `part` before its own."""
-    return type("Critic", (part, getattr(script, NAMES[script.__name__])), {})
+    """The critic of a script, a module, with the methods of the class `part` before its own. Its
+    checkpoints bear the name of the fork's file: another critic would go on with another loss."""
+
+    class Critic(part, getattr(script, NAMES[script.__name__])):
+        def build(self, model_config):
+            model_config.fork = Path(sys.argv[0]).stem
+            super().build(model_config)
+
+    return Critic
 
 
 def run(part, description, flags=""):
@@ -36,6 +43,8 @@ def run(part, description, flags=""):
     name = "critic_fsdp"
     if words and not words[0].startswith("-"):
         name = words.pop(0)
+    if name not in (*NAMES, "ppo_loop"):
+        sys.exit(f"{name}: no script has this name; there are {', '.join(NAMES)} and ppo_loop")
     if name == "ppo_loop":
         return ppo(flags.replace("--", "--critic."), part)
 
