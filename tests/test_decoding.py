@@ -172,7 +172,8 @@ def test_prompts_of_a_search_need_no_reward(folders, parse, tmp_path, capsys):
 
 @pytest.mark.slow
 def test_two_ranks_search_as_one(folders, tmp_path):
-    """Also where one of them has no prompts, in turns of an environment, and without a reward."""
+    """Up to rounding. Also where one of them has no prompts, in turns of an environment, and
+    without a reward."""
     rows = ({"prompt": f"{n}+{n}=", "answer": "h"} for n in range(7))
     (tmp_path / "seven").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "one").write_text('{"prompt": "1+1=", "answer": "h"}\n')
@@ -191,7 +192,9 @@ def test_two_ranks_search_as_one(folders, tmp_path):
             found.append(common.read_lines(out / "searched.jsonl"))
         assert len(found[0]) == {"seven": 7, "one": 1}[file]
         for one, two in zip(*found, strict=True):
-            assert two.pop("values") == pytest.approx(one.pop("values"), abs=1e-5)
+            # another batch rounds in another way, see HFRollout
+            for name in ("values", "log_probs"):
+                assert two.pop(name) == pytest.approx(one.pop(name), abs=1e-5)
             assert one == two
 
 
