@@ -426,7 +426,9 @@ def score(folder, judge):
     """Writes what the critic at the end says of the rows to judge by, if it is not there."""
     if not (folder / "scored" / "scored.jsonl").exists():
         head = json.loads((folder / "run.json").read_text())["critic"]["value_head"]
-        command = [sys.executable, ROOT / "critic_fsdp.py", "--score", judge]
+        fork = json.loads((folder / "hf" / "config.json").read_text()).get("fork")
+        script = f"tests/forks/{fork}.py" if fork else "critic_fsdp.py"
+        command = [sys.executable, ROOT / script, "--score", judge]
         command += ["--model", folder / "hf", "--value-head", head, "--out-dir", folder / "scored"]
         subprocess.run([*map(str, command)], check=True, capture_output=True)
 
