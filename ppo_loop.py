@@ -1865,11 +1865,14 @@ class DataParallelPPOActor(critic_fsdp.DataParallelPPOCritic):
         if has_tower and self.trains:
             print0("images     are not read; the vision tower stays as it is")
 
-        # the optimizer
+        # the optimizer, with its state from the start: each update then takes the same memory
+        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
         self.optimizer = None
         if self.trains:
             self.optimizer = critic_fsdp.build_optimizer(self.model, config, self.peak_lr)
-        self.parameters = [p for p in self.model.parameters() if p.requires_grad]
+        for p in self.parameters:
+            moments = {name: torch.zeros_like(p) for name in ("exp_avg", "exp_avg_sq")}
+            self.optimizer.state[p] = {"step": torch.zeros((), device=p.device), **moments}
 
     def read_policy(self, model_config):
         """The policy on the host, with its weights. Only rank 0 calls it."""

@@ -503,7 +503,7 @@ def step_of_a_rank(own, ranks, spent):
             mini = ordered[first : first + quarter]
             table = timed("plan", critic.plan_micro_batches, mini, 16384)
             local = timed("moved", critic.fetch, own, table)
-            timed("weights", common.loss_weights, local, "token-mean", None, (), mini)
+            timed("weights", common.loss_weights, local, "token-mean", None, mini)
 
 
 def counted(all_to_all, left):

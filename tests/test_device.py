@@ -399,7 +399,7 @@ def ways_to_run_ppo(out):
         before = device.allocated()
         models = ppo_loop.build(run, task, torch.device("cuda"), fresh)
         models.critic.checkpoint_writer()  # which makes the optimizer's state
-        models.actor.free_gathered()
+        models.actor.critic.free_gathered()
         held = device.allocated() - before
 
         # the same weight in two models counts once

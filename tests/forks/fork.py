@@ -9,6 +9,7 @@ ppo_loop.py. To begin one, copy quantiles.py. A fork of a critic changes that of
 too, which then does not load unless it has the same outputs.
 """
 
+import inspect
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -30,7 +31,7 @@ def forked(script, part):
 
     class Critic(part, getattr(script, NAMES[script.__name__])):
         def build(self, model_config):
-            model_config.fork = Path(sys.argv[0]).stem
+            model_config.fork = Path(inspect.getfile(part)).stem
             super().build(model_config)
 
     return Critic
