@@ -461,9 +461,10 @@ def assert_old_values_come_along(worker, batch):
     assert metrics.keys() == expected.keys()
     for name, x in expected.items():
         if not name.startswith("perf/"):
-            # values are of size 1; on a CPU with AVX2 alone, forwards with and without a graph
-            # round apart
-            assert metrics[name] == pytest.approx(x, rel=1e-6, abs=1e-6, nan_ok=True), name
+            # a mean of values of both signs, whose forwards with and without a graph round apart
+            # on a CPU with AVX2 alone
+            most = 1e-6 if name == "critic/vpred_mean" else 1e-7
+            assert metrics[name] == pytest.approx(x, rel=1e-6, abs=most, nan_ok=True), name
 
 
 def end_groups():

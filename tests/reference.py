@@ -215,12 +215,12 @@ def difference(ours, exact):
     return max(float((ours[n] - g).abs().max() / scale[n]) for n, g in exact.items())
 
 
-def assert_agrees(what, result, values, loss, gradients):
-    """Asserts that a result of one_update equals the reference to 1e-5, and gradients to 2e-5 ->
+def assert_agrees(what, result, values, loss, gradients, most=1e-5):
+    """Asserts that a result of one_update equals the reference to 1e-5, and gradients to `most` ->
     largest gradient difference."""
     error = difference(result["gradients"], gradients)
     what = (what, error)
-    assert error < 2e-5, what  # 1.14e-5 on a CPU with AVX2 alone, with qwen3.5's recurrent layers
+    assert error < most, what
     torch.testing.assert_close(result["values"], values, rtol=1e-5, atol=1e-5, msg=str(what))
     norm = float(torch.stack([g.norm() for g in gradients.values()]).norm())
     for name, x in {"vf_loss": loss, "grad_norm": norm}.items():

@@ -218,7 +218,9 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
         expected = {
             n: g for n, g in gradients.items() if not ("frozen" in layout and ".visual." in n)
         }
-        error = assert_agrees((layout, tokens), result, values, loss, expected)
+        # its recurrent layers are 1.14e-5 off on a CPU with AVX2 alone
+        most = 2e-5 if name == "qwen3.5" else 1e-5
+        error = assert_agrees((layout, tokens), result, values, loss, expected, most)
         off = float((result["values"] - values).abs().max())
         print(f"  {ranks} ranks  {layout:16s} {tokens:5d} {error:.1e} {off:.1e}")
         assert off < 1e-5, (layout, tokens, off)
