@@ -163,13 +163,17 @@ class Batch:
     values           0    0    v1   v2   0    v4
 
     p: prompt. a: action. o: observation, such as a tool's output.
-    v1 is what the head says after p1, before a0."""
+    v1 is what the head says after p1, before a0.
+
+    An episode may have several rows, as that of an agent whose context is cut. One rank has them
+    all, in the order of their row_ids, and credit runs along their actions."""
 
     input_ids: torch.Tensor  # (T,) int64
     cu_seqlens: torch.Tensor  # (B+1,) int64: sequence b is [cu_seqlens[b], cu_seqlens[b+1])
     response_mask: torch.Tensor  # (T,) bool: true on actions, which never begin a sequence
     row_id: torch.Tensor  # (B,) int64: global id, by which rows are ordered and shuffled
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
+    episode: torch.Tensor | None = None  # (B,) int64: row_id of its episode's first row; None: own
     token_level_rewards: Floats = None
     values: Floats = None
     returns: Floats = None
@@ -182,7 +186,7 @@ class Batch:
     truth_noise: Floats = None  # the variance of these numbers, 0 where they are exact
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
-    ROWS = ("row_id", "truncated", "multi_modal_inputs")
+    ROWS = ("row_id", "truncated", "episode", "multi_modal_inputs")
     FLOATS = (
         "token_level_rewards",
         "values",
@@ -198,7 +202,8 @@ class Batch:
 
     @classmethod
     def blank(cls, length=1):
-        """One row: its first token, then only actions. A rank without rows runs one of 1 token."""
+        """One row: its first token, then only actions. A rank without rows runs one of 1 token. Its
+        row_id is -1, so it shares nothing with rows like it."""
         mask = torch.arange(length) > 0
         return cls(
             input_ids=mask.long(),
@@ -281,9 +286,20 @@ class Batch:
                 columns[name] = column.split(tokens)
         return [Batch(**dict(zip(columns, piece))) for piece in zip(*columns.values())]
 
-    def groups(self, share=True):
-        """by_prompt of its rows: [(shared tokens, [indices of the rows with this prompt])]."""
-        return [(shared, same.tolist()) for shared, same in by_prompt(describe(self), share)]
+    def episodes(self):
+        """The indices of the rows of each episode, as lists."""
+        if self.episode is None:
+            return [[row] for row in range(len(self))]
+        episodes = {}
+        for row, number in enumerate(self.episode.tolist()):
+            episodes.setdefault(number, []).append(row)
+        return list(episodes.values())
+
+    def groups(self):
+        """The same; those that begin with an equal prompt are in one list."""
+        episodes = self.episodes()
+        first = describe(self)[[rows[0] for rows in episodes]]
+        return [[episodes[i] for i in same] for same in by_prompt(first)]
 
     def mean_return(self, gamma, by_noise=False):
         """Over the actions of all ranks (a collective); NaN without an action. by_noise: weighted
@@ -346,6 +362,8 @@ def check(batch, needs=()):
     needs: float columns that must be there; the others may be None."""
     # each column is a flat tensor of its type on the host
     columns = dict(COLUMNS)
+    if batch.episode is not None:
+        columns["episode"] = (torch.int64, "B")
     for name in Batch.FLOATS:
         if name in needs or getattr(batch, name) is not None:
             columns[name] = (torch.float32, "T")
@@ -529,6 +547,35 @@ def gae_by_turns(rewards_T, values_T, response_mask_T, cu_seqlens, *options):
 GAE = {"token": gae, "turn": gae_by_turns}
 
 
+def end_to_end(batch):
+    """Episodes as rows, along which credit runs: each is its rows end to end, in the order of their
+    row_ids -> (Batch of them, whose row_ids are the episodes' numbers; the index in this batch of
+    each of its tokens)."""
+    if batch.episode is None:
+        return batch, torch.arange(len(batch.input_ids))
+    order = np.lexsort((batch.row_id.numpy(), batch.episode.numpy())).tolist()
+    rows = batch.select(order)
+
+    # an episode ends where the next row is of another one, and is truncated if its last row is
+    last = F.pad(rows.episode.diff() != 0, (0, 1), value=True).nonzero()[:, 0]
+    images = rows.multi_modal_inputs
+    first = F.pad(last + 1, (1, 0))[:-1]
+    whole = replace(
+        rows,
+        cu_seqlens=F.pad(rows.cu_seqlens[last + 1], (1, 0)),
+        row_id=rows.episode[last],
+        truncated=rows.truncated[last],
+        episode=None,
+        multi_modal_inputs=images and [images[row] for row in first.tolist()],
+    )
+    return whole, batch.token_index(order)
+
+
+def to_rows(x_T, index_T):
+    """The inverse of end_to_end, for a column: of its rows' tokens."""
+    return torch.zeros_like(x_T).index_copy(0, index_T, x_T)
+
+
 def last_action(batch):
     """(B,) index of each sequence's last action in the (T,) columns, or -1."""
     index_T = torch.where(batch.response_mask, torch.arange(len(batch.response_mask)), -1)
@@ -536,40 +583,44 @@ def last_action(batch):
 
 
 def add_returns(batch, gamma, lam, bootstrap_truncated=False, level="token"):
-    """Fills in advantages and returns. bootstrap_truncated: truncated rows end with their last
-    value. level: "token", see gae, or "turn", see gae_by_turns. UserError: the batch lacks its
-    rewards or values.
+    """Fills in advantages and returns, along the actions of each episode. bootstrap_truncated:
+    truncated episodes end with their last value. level: "token", see gae, or "turn", see
+    gae_by_turns. lam: a number, or a list of one for each episode, in the order of their numbers.
+    UserError: the batch lacks its rewards or values.
 
     Returns need values if lam is not 1, or with bootstrap_truncated. Otherwise a batch may come
     without values: it gets returns, and no advantages."""
     needs_values = lam != 1 or bootstrap_truncated
     check(batch, needs=("token_level_rewards", *(["values"] if needs_values else [])))
-    values_T = batch.values
+    whole, index_T = end_to_end(batch)
+    values_T = whole.values
     if values_T is None:
-        values_T = torch.zeros_like(batch.token_level_rewards)
+        values_T = torch.zeros_like(whole.token_level_rewards)
 
     tail_B = None
     if bootstrap_truncated:
-        tail_B = torch.where(batch.truncated, values_T[last_action(batch)], 0.0)
-    batch.advantages, batch.returns = GAE[level](
-        batch.token_level_rewards,
+        tail_B = torch.where(whole.truncated, values_T[last_action(whole)], 0.0)
+    advantages_T, returns_T = GAE[level](
+        whole.token_level_rewards,
         values_T,
-        batch.response_mask,
-        batch.cu_seqlens,
+        whole.response_mask,
+        whole.cu_seqlens,
         gamma,
         lam,
         tail_B,
     )
-    if batch.values is None:
-        batch.advantages = None
+    batch.returns = to_rows(returns_T, index_T)
+    batch.advantages = None if batch.values is None else to_rows(advantages_T, index_T)
 
 
 def monte_carlo(batch, gamma, level="token"):
-    """(T,) discounted sums of the rewards from each action, or with level "turn" each turn, on."""
-    rewards_T = batch.token_level_rewards
+    """(T,) discounted sums of the rewards from each action, or with level "turn" each turn, on to
+    the end of its episode."""
+    whole, index_T = end_to_end(batch)
+    rewards_T = whole.token_level_rewards
     no_values_T = 0 * rewards_T
-    _, returns_T = GAE[level](rewards_T, no_values_T, batch.response_mask, batch.cu_seqlens, gamma)
-    return returns_T
+    _, returns_T = GAE[level](rewards_T, no_values_T, whole.response_mask, whole.cu_seqlens, gamma)
+    return to_rows(returns_T, index_T)
 
 
 def loss_weights(batch, mode, response_length_limit=None, rows=None):
@@ -698,7 +749,9 @@ def update_metrics(kind, loss, totals, norms, lr):
 
 
 def evaluate(rows, gamma):
-    """Metrics of rows with values, against Monte Carlo returns -> {"eval/...": number or NaN}."""
+    """Metrics of rows with values, against Monte Carlo returns -> {"eval/...": number or NaN}. An
+    episode of several rows counts as one."""
+    rows, _ = end_to_end(rows)
     r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
     v_A = rows.values[rows.response_mask]
 
@@ -762,7 +815,7 @@ def best_of_n(rows, last_B, reward_B):
     """Over prompts with several rows, the means of (the reward of the row with the highest last
     value, the mean reward, the highest reward); NaN unless there are two such prompts."""
     of_prompts = []
-    for _, same in rows.groups():
+    for same in by_prompt(describe(rows)):
         if len(same) > 1:
             reward_N = reward_B[same]
             best = reward_N[last_B[same].argmax()]
@@ -823,8 +876,10 @@ Row = np.dtype([
     ("index", np.int32),  # its place in the owner's batch
     ("length", np.int32),  # tokens
     ("actions", np.int32),
-    ("shared", np.int32),  # tokens that equal prompts can share: the prompt but its last token
-    ("prompt", "S16"),  # digest of the prompt; empty: the row shares nothing
+    ("episode", np.int64),  # row_id of its episode's first row
+    ("segment", np.int32),  # its place in the episode, from 0
+    ("shared", np.int32),  # tokens as in the row before in its episode; of a first row: its prompt
+    ("prompt", "S16"),  # digest of the episode's prompt; empty: the row is alone
     ("images", bool),  # whether it has any
 ])  # fmt: skip
 
@@ -849,26 +904,68 @@ def describe(batch):
     acts = batch.response_mask.numpy()
     images = batch.multi_modal_inputs or [{}] * len(batch)
     starts = batch.cu_seqlens.tolist()
+    numbers = batch.row_id.tolist()
+    episodes = numbers if batch.episode is None else batch.episode.tolist()
 
+    newest = {}  # episode -> the index of the newest of its rows
     rows = np.recarray(len(batch), Row)
-    for index, row_id in enumerate(batch.row_id.tolist()):
-        start = starts[index]
-        end = starts[index + 1]
-        actions = int(acts[start:end].sum())
-        prompt = int(acts[start:end].argmax())  # tokens before the first action; 0 without any
+    for index in batch.row_id.argsort().tolist():
+        ids_L = ids[starts[index] : starts[index + 1]]
+        acts_L = acts[starts[index] : starts[index + 1]]
+        prompt = int(acts_L.argmax())  # tokens before the first action; 0 without any
+        episode = episodes[index]
+        before = newest.get(episode)
+        if batch.episode is not None:
+            newest[episode] = index
 
-        # equal digests: equal prompts
-        digest = b""
-        if prompt and not images[index]:
-            digest = hashlib.blake2b(ids[start : start + prompt].tobytes(), digest_size=16).digest()
-        shared = max(prompt - 1, 0)
-        has_images = bool(images[index])
-        rows[index] = (row_id, RANK, index, end - start, actions, shared, digest, has_images)
+        if before is None:
+            # equal digests: equal prompts. Rows of an episode stay together in any case
+            segment = 0
+            shared = prompt
+            digest = b""
+            if prompt and numbers[index] >= 0 and not images[index]:
+                digest = hashlib.blake2b(ids_L[:prompt].tobytes(), digest_size=16).digest()
+            elif batch.episode is not None:
+                digest = hashlib.blake2b(f"episode {episode}".encode(), digest_size=16).digest()
+        else:
+            segment = rows.segment[before] + 1
+            digest = rows.prompt[before]
+            shared = 0
+            if not images[index] and not images[before]:
+                shared = alike(ids[starts[before] : starts[before + 1]], ids_L)
+
+        place = (numbers[index], RANK, index, len(ids_L), acts_L.sum())
+        rows[index] = (*place, episode, segment, shared, digest, bool(images[index]))
     return rows
 
 
+def alike(ids, others):
+    """How many first tokens two rows have in common."""
+    n = min(len(ids), len(others))
+    return int(np.append(ids[:n] != others[:n], True).argmax())
+
+
+def rows_alike(batch):
+    """[(row, shared)]: all rows in the order of their ids, in which those that begin alike are
+    neighbours; the first `shared` tokens of a row are also those of the row before. Rows with
+    images, and blank ones, come last and share nothing."""
+    ids = batch.input_ids.numpy()
+    rows = [ids[i:j] for i, j in itertools.pairwise(batch.cu_seqlens.tolist())]
+    images = batch.multi_modal_inputs or [{}] * len(batch)
+    alone = [bool(x) or i < 0 for x, i in zip(images, batch.row_id.tolist())]
+    order = [row for row in range(len(batch)) if not alone[row]]
+    order.sort(key=lambda row: rows[row].astype(">i8").tobytes())  # bytes are in the order of ids
+
+    shared = [0] * len(batch)
+    for before, row in itertools.pairwise(order):
+        shared[row] = alike(rows[before], rows[row])
+    order += [row for row in range(len(batch)) if alone[row]]
+    return [(row, shared[row]) for row in order]
+
+
 def rows_of_all_ranks(batch):
-    """The Rows of all ranks, in row_id order (a collective). UserError: a row is passed twice."""
+    """The Rows of all ranks, in row_id order (a collective). UserError: a row is passed twice, or
+    an episode by several ranks."""
     rows = describe(batch)
     if WORLD_SIZE > 1:  # bytes, because objects of thousands of ranks would take seconds
         rows = np.frombuffer(b"".join(of_all_ranks(rows.tobytes())), Row).view(np.recarray)
@@ -878,37 +975,54 @@ def rows_of_all_ranks(batch):
     if len(twice):
         words = "occurs more than once: a rank must pass only its own rows"
         raise UserError(f"row_id {twice[0]} {words}")
+
+    by_episode = rows[rows.episode.argsort(kind="stable")]
+    same = by_episode.episode[1:] == by_episode.episode[:-1]
+    apart = by_episode.episode[1:][same & (by_episode.owner[1:] != by_episode.owner[:-1])]
+    if len(apart):
+        words = "are on several ranks: one must pass them all, because credit runs along them"
+        raise UserError(f"episode {apart[0]}: its rows {words}")
     return rows
 
 
-def same_prompt(rows, share=True):
-    """(B,) the index of the first row with an equal prompt. Rows with images or without an action
-    are alone; without share, all are."""
+def in_groups(rows, share=True):
+    """(order, first): the indices of rows, those of equal prompts together, in row order; and for
+    each, the index of the first row with its prompt. A row of an episode has that of the episode.
+    Rows with images, without an action or blank are alone; without share, all are."""
     alone = np.arange(len(rows))
     _, first, number = np.unique(rows.prompt, return_index=True, return_inverse=True)
-    return np.where(share & (rows.prompt != b""), first[number], alone)
+    first = np.where(share & (rows.prompt != b""), first[number], alone)
+    order = first.argsort(kind="stable")
+    return order, first[order]
 
 
 def by_prompt(rows, share=True):
-    """[(shared, indices)] of rows with equal prompts, in row order; shared: tokens of the prompt
-    but the last. share: see same_prompt."""
-    first = same_prompt(rows, share)
-    order = first.argsort(kind="stable")
-    begins = np.diff(first[order], prepend=-1).nonzero()[0]
-    shared = rows.shared[order[begins]].tolist()
-    return list(zip(shared, np.split(order, begins[1:])))
+    """[indices] of rows with equal prompts, in row order. share: see in_groups."""
+    order, first = in_groups(rows, share)
+    return np.split(order, np.diff(first).nonzero()[0] + 1)
+
+
+def shared_tokens(rows, share=True):
+    """(B,) how many of its first tokens each row is known to have in common with the row before,
+    which are computed once: the prompt, or what an episode's rows share. share: if anything is."""
+    shared = np.zeros(len(rows), dtype=int)
+    now = rows[1:]
+    before = rows[:-1]
+    next_of_episode = (now.episode == before.episode) & (now.segment == before.segment + 1)
+    same_prompt = (now.prompt == before.prompt) & (now.prompt != b"")
+    begins_alike = same_prompt & (now.segment == 0) & (before.segment == 0)
+    shared[1:] = np.where(share & (next_of_episode | begins_alike), now.shared, 0)
+    return shared
 
 
 def bundles(rows, most, ranks, share=True):
     """Rows with equal prompts, in bundles of one row, or of at most `most` tokens and a rank's
     share of all -> (indices of the rows of each bundle; its tokens, of which shared ones count
-    once). share: see same_prompt."""
-    first = same_prompt(rows, share)
-    order = first.argsort(kind="stable")
-    first = first[order]
+    once). share: see in_groups."""
+    order, first = in_groups(rows, share)
     alone = rows.length[order].astype(int)
-    behind = alone - rows.shared[first]  # tokens of a row that follows one with its prompt
-    most = int(min(most, np.where(first == order, alone, behind).sum() / ranks))
+    behind = alone - shared_tokens(rows[order], share)  # tokens of a row that follows another one
+    most = int(min(most, behind.sum() / ranks))
 
     # where a bundle ends that begins at a row: behind its last row, or that of its prompt
     total = behind.cumsum()
@@ -927,27 +1041,25 @@ def bundles(rows, most, ranks, share=True):
     return [order[begin:end] for begin, end in itertools.pairwise(places)], sizes
 
 
-def costs(rows, groups, cost=int):
-    """Cost of each group of by_prompt, whose shared tokens count once. cost(n): what the first n
-    tokens of a row cost; by default, tokens."""
-    lengths = rows.length.tolist()
-    return [
-        cost(shared) + sum(cost(lengths[i]) - cost(shared) for i in same) for shared, same in groups
-    ]
+def cost_of(rows, share=True, cost=int):
+    """What these Rows cost together; shared tokens count once. cost(n): what the first n tokens of
+    a row cost; by default, tokens. share: see in_groups."""
+    rows = rows[in_groups(rows, share)[0]]
+    shared = shared_tokens(rows, share).tolist()
+    return sum(cost(n) - cost(known) for n, known in zip(rows.length.tolist(), shared))
 
 
 def shuffled_rows(groups, *key):
-    """The indices of by_prompt, with its groups shuffled by the key alone, such as seed, step and
-    epoch."""
-    groups = Random(" ".join(map(str, key))).sample(groups, len(groups))
-    return list(itertools.chain(*(same for _, same in groups)))
+    """The members of groups, such as those of by_prompt, with the groups shuffled by the key alone,
+    such as seed, step and epoch."""
+    return list(itertools.chain(*Random(" ".join(map(str, key))).sample(groups, len(groups))))
 
 
 def rows_of_step(step, groups, size, seed):
-    """Indices of the rows for update `step`, at most `size`. Each pass over the groups is shuffled
-    anew."""
-    n = sum(len(rows) for _, rows in groups)
-    pieces = ceil(n / size)  # of equal sizes, give or take one row
+    """The members of groups for update `step`, at most `size`. Each pass over the groups is
+    shuffled anew."""
+    n = sum(map(len, groups))
+    pieces = ceil(n / size)  # of equal sizes, give or take one
     i = step % pieces
     rows = shuffled_rows(groups, seed, "rows", step // pieces)
     return rows[n * i // pieces : n * (i + 1) // pieces]
@@ -1059,7 +1171,9 @@ def exchange(parts):
 
 def compute_together(worker, batch):
     """(T,) values, on every rank, of a batch that every rank has read; each computes a part."""
-    parts = [range(rank, len(batch), WORLD_SIZE) for rank in range(WORLD_SIZE)]
+    episodes = batch.episodes()
+    ranks = range(WORLD_SIZE)
+    parts = [list(itertools.chain(*episodes[rank::WORLD_SIZE])) for rank in ranks]
     values = of_all_ranks(worker.compute_values(batch.select(parts[RANK])))
     values_T = torch.zeros(len(batch.input_ids))
     for part, x_T in zip(parts, values):
@@ -4099,7 +4213,7 @@ def ranks_in_prompts(rows, last_B):
     height = [float(f"{x:.5g}") for x in height]
 
     rank = [1] * len(rows)
-    for _, same in rows.groups():
+    for same in by_prompt(describe(rows)):
         ascending = sorted(height[row] for row in same)
         for row in same:
             rank[row] += len(same) - bisect_right(ascending, height[row])
@@ -4108,6 +4222,7 @@ def ranks_in_prompts(rows, last_B):
 
 def numbers_of(rows, gamma):
     """({name in NUMBERS: text of a number that exists}, advice or "") of rows with returns."""
+    rows, _ = end_to_end(rows)
     v_A = rows.values[rows.response_mask]
     r_A = rows.returns[rows.response_mask]
 
@@ -4144,13 +4259,13 @@ def numbers_of(rows, gamma):
 def ceiling(rows):
     """1 - variance within prompts / variance of first-action returns, over prompts with several
     rows; NaN without any, or where it would fall below 0 by chance."""
-    returns = [
-        rows.returns[rows.cu_seqlens[same] + shared + 1].double()
-        for shared, same in rows.groups()
-        if len(same) > 1
-    ]
-    if not returns:
+    rows, _ = end_to_end(rows)
+    told = describe(rows)
+    first_B = rows.cu_seqlens[:-1] + torch.from_numpy(told.shared)  # behind the prompt
+    several = [same for same in by_prompt(told) if len(same) > 1]
+    if not several:
         return nan
+    returns = [rows.returns[first_B[same]].double() for same in several]
     every = torch.cat(returns)
     within = sum(len(x) * x.var() for x in returns) / len(every)
     spread = every.var()

@@ -548,37 +548,55 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, Pack).
 
-    slots: (S,) the index of each slot's token, or T for padding to a multiple of `unit`. A shared
-    prompt has slots in its first row only, except for its last token, after which rows differ.
-    index_T: each token's slot, where later tokens of its row find its key.
+    slots: (S,) the index of each slot's token, or T for padding to a multiple of `unit`. What
+    several rows begin with has slots only once. index_T: each token's slot, where later tokens of
+    its row find its key. A row that goes on from all of another one is one sequence with it.
 
-        rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
-        slots      p0 p1 p2 a0 a1    p2 b0
-        index_T    0  1  2  3  4     0  1  5  6"""
-    lengths = batch.lengths
-    queries = batch.lengths  # a list of its own: both change below
+        rows       p0 p1 a0    p0 p1 a0 o0 a1    p0 p1 b0
+        slots      p0 p1 a0             o0 a1          b0
+        index_T    0  1  2     0  1  2  3  4     0  1  5
+        sequences  p0 p1 a0             o0 a1 |        b0"""
     total = len(batch.input_ids)
+    order = [(row, 0) for row in range(len(batch))]
+    if share:
+        order = common.rows_alike(batch)
 
-    # which token is computed for each token: itself, or that of the first row with its prompt
-    source = torch.arange(total + unit)
-    views = source[:total].split(lengths)  # one for each row
-    for shared, (first, *others) in batch.groups(share):
-        for row in others:
-            views[row][:shared] = views[first][:shared]
-            queries[row] -= shared
+    # each row's slots come behind those of the rows before it, but for what it shares
+    tokens = torch.arange(total).split(batch.lengths)  # of each row
+    index_T = torch.zeros(total, dtype=torch.int64)
+    places = index_T.split(batch.lengths)
+    slots = []
+    used = 0
+    before = None
+    sequences = []  # (queries, the row whose tokens they see) of each
+    for row, shared in order:
+        own = len(tokens[row]) - shared
+        if shared:
+            places[row][:shared] = places[before][:shared]
+        places[row][shared:] = torch.arange(used, used + own)
+        slots.append(tokens[row][shared:])
+        used += own
 
-    # padding extends the last row, where no token sees it
-    pad = -sum(queries) % unit
+        # it goes on from the row before, or is a sequence of its own
+        if shared and shared == len(tokens[before]):
+            own += sequences.pop()[0]
+        sequences.append((own, row))
+        before = row
+
+    # padding extends the last sequence, where no token sees it
+    pad = -used % unit
+    queries = [own for own, _ in sequences]
+    seen = [len(tokens[row]) for _, row in sequences]
     queries[-1] += pad
-    lengths[-1] += pad
+    seen[-1] += pad
+    slots_S = F.pad(torch.cat(slots), (0, pad), value=total)
 
-    # unique: the tokens that are computed; inverse: where each token is among them
-    slots, index = source[: total + pad].unique(return_inverse=True)
-    index = index.to(device, non_blocking=True)
     keys = None  # as queries
-    if len(slots) < len(index):
-        keys = index
-    return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
+    if queries != seen:
+        keys = torch.cat([*(places[row] for _, row in sequences), torch.arange(used, used + pad)])
+        keys = keys.to(device, non_blocking=True)
+    pack = Pack(queries, device, seen, keys)
+    return slots_S, index_T.to(device, non_blocking=True), pack
 
 
 def row_sharing(config):
@@ -1100,8 +1118,8 @@ class CriticWorker:
         metrics = self.critic.update_critic(batch, rows)
 
         # what it has cost
-        groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(common.costs(rows, groups, self.critic.flops))
+        share = config.share_prompts and config.use_remove_padding
+        flops = self.critic.passes * common.cost_of(rows, share, self.critic.flops)
         return metrics | common.describe_update(
             batch, rows, start, config.ppo_epochs, flops, self.layout
         )
@@ -1449,7 +1467,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder, run.logger)
     groups = train.groups()
-    picked = []  # the rows of the last update
+    episodes = sum(map(len, groups))
+    per_update = max(size * episodes // max(len(train), 1), 1)  # whole episodes
+    picked = []  # those of the last update, each a list of rows
     batch = None  # those of them that this rank has
     checkpoints.begin()
 
@@ -1476,10 +1496,11 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
 
         # one update
-        picked = common.rows_of_step(step, groups, size, run.critic.seed)
-        batch = train.select(picked[RANK::WORLD_SIZE])
+        picked = common.rows_of_step(step, groups, per_update, run.critic.seed)
+        batch = train.select(list(itertools.chain(*picked[RANK::WORLD_SIZE])))
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch) if needs_values(run, size) else None
+        rows = sum(map(len, picked))
+        batch.values = worker.compute_values(batch) if needs_values(run, rows) else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)
@@ -1492,7 +1513,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     # what the report shows
     if len(held_out):
         return held_out, "held-out rows"
-    rows = train.select(picked)
+    rows = train.select(list(itertools.chain(*picked)))
     rows.values = common.compute_together(worker, rows)
     return rows, "rows of the last update"
 

@@ -514,13 +514,14 @@ def padding_row(module, model_config):
 class MicroBatch(NamedTuple):
     """Rows on the device, as the model reads them.
 
-    Columns have S entries, or are None; where response_mask is false they may hold anything, even
-    NaN. A slot is a token or padding of this rank. An entry is about the action that *follows* the
-    slot's token, see shift."""
+    Columns have N entries, or are None; where response_mask is false they may hold anything, even
+    NaN. A slot is a token or padding of this rank. An entry is about a token whose value is read
+    from a slot of this rank; without context parallelism, these are all T tokens of the rows."""
 
     ids_1S: torch.Tensor
     reads: PackedSeqParams  # what CoreAttention reads: pack, a common.Pack, and rotary, two tables
-    index_S: torch.Tensor  # where this action is among the T tokens of the rows
+    index_N: torch.Tensor  # which of the T tokens
+    slot_N: torch.Tensor  # where its value is read, see shift
     tokens: int  # T
     response_mask: torch.Tensor
     values: torch.Tensor | None
@@ -530,18 +531,16 @@ class MicroBatch(NamedTuple):
 
 
 def shift(x_T):
-    """Moves a column about actions one place to the left, to the tokens before them.
-
-    The token before an action may be on this rank and the action on another, so columns move here,
-    and not the head's outputs.
+    """Moves the slots of tokens one place to the right, to the actions whose values are read there.
 
     The value of an action is read from the hidden state *before* it. The first token of a row is
     never an action, so nothing crosses into another row:
 
         token            p0   p1   a0   a1   o0   a2
         response_mask    0    0    1    1    0    1
-        result           0    1    1    0    1    0       p1, a0, o0 hold those of a0, a1, a2"""
-    return x_T.roll(-1)
+        slots            0    1    2    3    4    5       where the hidden state after each token is
+        result           .    0    1    2    3    4       . is never read"""
+    return x_T.roll(1, 0)
 
 
 def spread(costs, k):
@@ -595,37 +594,55 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end -> (slots, index_T, Pack).
 
-    slots: (S,) the index of each slot's token, or T for padding to a multiple of `unit`. A shared
-    prompt has slots in its first row only, except for its last token, after which rows differ.
-    index_T: each token's slot, where later tokens of its row find its key.
+    slots: (S,) the index of each slot's token, or T for padding to a multiple of `unit`. What
+    several rows begin with has slots only once. index_T: each token's slot, where later tokens of
+    its row find its key. A row that goes on from all of another one is one sequence with it.
 
-        rows       p0 p1 p2 a0 a1    p0 p1 p2 b0
-        slots      p0 p1 p2 a0 a1    p2 b0
-        index_T    0  1  2  3  4     0  1  5  6"""
-    lengths = batch.lengths
-    queries = batch.lengths  # a list of its own: both change below
+        rows       p0 p1 a0    p0 p1 a0 o0 a1    p0 p1 b0
+        slots      p0 p1 a0             o0 a1          b0
+        index_T    0  1  2     0  1  2  3  4     0  1  5
+        sequences  p0 p1 a0             o0 a1 |        b0"""
     total = len(batch.input_ids)
+    order = [(row, 0) for row in range(len(batch))]
+    if share:
+        order = common.rows_alike(batch)
 
-    # which token is computed for each token: itself, or that of the first row with its prompt
-    source = torch.arange(total + unit)
-    views = source[:total].split(lengths)  # one for each row
-    for shared, (first, *others) in batch.groups(share):
-        for row in others:
-            views[row][:shared] = views[first][:shared]
-            queries[row] -= shared
+    # each row's slots come behind those of the rows before it, but for what it shares
+    tokens = torch.arange(total).split(batch.lengths)  # of each row
+    index_T = torch.zeros(total, dtype=torch.int64)
+    places = index_T.split(batch.lengths)
+    slots = []
+    used = 0
+    before = None
+    sequences = []  # (queries, the row whose tokens they see) of each
+    for row, shared in order:
+        own = len(tokens[row]) - shared
+        if shared:
+            places[row][:shared] = places[before][:shared]
+        places[row][shared:] = torch.arange(used, used + own)
+        slots.append(tokens[row][shared:])
+        used += own
 
-    # padding extends the last row, where no token sees it
-    pad = -sum(queries) % unit
+        # it goes on from the row before, or is a sequence of its own
+        if shared and shared == len(tokens[before]):
+            own += sequences.pop()[0]
+        sequences.append((own, row))
+        before = row
+
+    # padding extends the last sequence, where no token sees it
+    pad = -used % unit
+    queries = [own for own, _ in sequences]
+    seen = [len(tokens[row]) for _, row in sequences]
     queries[-1] += pad
-    lengths[-1] += pad
+    seen[-1] += pad
+    slots_S = F.pad(torch.cat(slots), (0, pad), value=total)
 
-    # unique: the tokens that are computed; inverse: where each token is among them
-    slots, index = source[: total + pad].unique(return_inverse=True)
-    index = index.to(device, non_blocking=True)
     keys = None  # as queries
-    if len(slots) < len(index):
-        keys = index
-    return slots.clamp(max=total), index[:total], Pack(queries, device, lengths, keys)
+    if queries != seen:
+        keys = torch.cat([*(places[row] for _, row in sequences), torch.arange(used, used + pad)])
+        keys = keys.to(device, non_blocking=True)
+    pack = Pack(queries, device, seen, keys)
+    return slots_S, index_T.to(device, non_blocking=True), pack
 
 
 def row_sharing(config):
@@ -723,12 +740,13 @@ class MegatronPPOCritic:
         """These rows on the device. Without rows: one masked token, to keep in step with others."""
         if not len(piece):
             piece = Batch.blank()
-        slots, pack = self.lay_out(piece)
+        slots, slot_T, pack = self.lay_out(piece)
+
+        def to_device(x):
+            return None if x is None else x.to(self.layout.device, non_blocking=True)
 
         def to_slots(x_T):
-            if x_T is None:
-                return None
-            return F.pad(x_T, (0, 1))[slots].to(self.layout.device, non_blocking=True)
+            return to_device(F.pad(x_T, (0, 1))[slots])
 
         # what every layer's attention reads
         positions_S = to_slots(piece.positions)
@@ -739,31 +757,35 @@ class MegatronPPOCritic:
         if self.modules[0].family == "gpt_oss":  # it has one for both features of a pair
             reads.rotary = [torch.cat([x, x], -1) for x in reads.rotary]
 
-        def before_actions(x_T):
-            return None if x_T is None else to_slots(shift(x_T))
+        # the tokens whose values are read on this rank
+        read_T = shift(slot_T)
+        index_N = (read_T >= 0).nonzero()[:, 0]
 
-        tokens = len(piece.input_ids)
+        def to_values(x_T):
+            return None if x_T is None else to_device(x_T[index_N])
+
         return MicroBatch(
             ids_1S=to_slots(piece.input_ids)[None],
             reads=reads,
-            index_S=before_actions(torch.arange(tokens)),
-            tokens=tokens,
-            response_mask=before_actions(piece.response_mask),
-            values=before_actions(piece.values),
-            returns=before_actions(piece.returns),
-            weights=before_actions(piece.weights),
+            index_N=to_device(index_N),
+            slot_N=to_values(read_T),
+            tokens=len(piece.input_ids),
+            response_mask=to_values(piece.response_mask),
+            values=to_values(piece.values),
+            returns=to_values(piece.returns),
+            weights=to_values(piece.weights),
             rows=piece,
         )
 
     def lay_out(self, piece):
-        """(slots, Pack): which token of a micro-batch's rows is in each slot of this rank."""
+        """(slots, slot_T, Pack): which token of a micro-batch's rows is in each slot of this rank,
+        and the slot of each token; -1 if it is on another rank. All but Pack on the host."""
         config = self.config
         _, unit = row_sharing(config)
         if config.context_parallel_size > 1:
             return share_context(piece, config, self.layout)
         if config.use_remove_padding:
-            slots, _, pack = pack_rows(piece, self.layout.device, config.share_prompts, unit)
-            return slots, pack
+            return pack_rows(piece, self.layout.device, config.share_prompts, unit)
 
         # rows padded to equal length; the last one also to a multiple of the unit
         total = len(piece.input_ids)
@@ -772,13 +794,14 @@ class MegatronPPOCritic:
         sizes = [len(slots) // len(piece)] * len(piece)
         tail = -len(slots) % unit
         sizes[-1] += tail
-        return F.pad(slots, (0, tail), value=total), Pack(sizes, self.layout.device)
+        slot_T = (slots < total).nonzero()[:, 0]
+        return F.pad(slots, (0, tail), value=total), slot_T, Pack(sizes, self.layout.device)
 
     def run_schedule(self, micros, reduce, done, forward_only=False):
         """Runs all micro-batches through Megatron's schedule: forward and, unless forward_only,
         backward.
 
-        On the last stage, reduce(outputs_S, micro) returns their loss. done() is called for each
+        On the last stage, reduce(outputs_N, micro) returns their loss. done() is called for each
         forward."""
 
         @record_function("micro-batch")  # its forward; the schedule itself runs the backward
@@ -786,8 +809,8 @@ class MegatronPPOCritic:
             micro = next(micros)
             done()
 
-            def loss_of(outputs_1SN):
-                loss = reduce(outputs_1SN[0].squeeze(-1), micro)
+            def loss_of(outputs_1S):
+                loss = reduce(outputs_1S[0].squeeze(-1)[micro.slot_N], micro)
                 return loss, torch.tensor(0), None  # a token count that nothing reads
 
             return chunk(micro.ids_1S, None, None, packed_seq_params=micro.reads), loss_of
@@ -818,10 +841,10 @@ class MegatronPPOCritic:
         pieces = self.cut(local, table)
         values = []
 
-        def reduce(outputs_S, micro):
-            values_S = self.values(outputs_S, micro.response_mask)
-            values.append(self.to_tokens(values_S, micro))
-            return outputs_S.sum()
+        def reduce(outputs_N, micro):
+            values_N = self.values(outputs_N, micro.response_mask)
+            values.append(self.to_tokens(values_N, micro))
+            return outputs_N.sum()
 
         # several at once keep a pipeline busy; each virtual stage has its own forwards
         at_once = 4 * self.config.pipeline_model_parallel_size
@@ -850,10 +873,10 @@ class MegatronPPOCritic:
             wanted.append(table.wanted[dp_rank] if gives else [])
         return common.give_back(values_T, local, table.rows, wanted, batch)
 
-    def to_tokens(self, values_S, micro):
-        """Values of this rank's slots -> (T,) of a micro-batch's tokens; 0 for those of others."""
+    def to_tokens(self, values_N, micro):
+        """Values read on this rank -> (T,) of a micro-batch's tokens; 0 for those of others."""
         values_T = torch.zeros(micro.tokens, device=self.layout.device)
-        return values_T.index_add_(0, micro.index_S, values_S)
+        return values_T.index_copy_(0, micro.index_N, values_N)
 
     def update_critic(self, batch, rows):
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
@@ -937,12 +960,12 @@ class MegatronPPOCritic:
         sums = collections.Counter()
         values = []
 
-        def reduce(outputs_S, micro):
+        def reduce(outputs_N, micro):
             if micro.values is None:
-                old_S = self.values(outputs_S.detach(), micro.response_mask)
-                micro = micro._replace(values=old_S)
+                old_N = self.values(outputs_N.detach(), micro.response_mask)
+                micro = micro._replace(values=old_N)
             values.append(self.to_tokens(micro.values, micro))
-            loss, part = self.loss(outputs_S, micro)
+            loss, part = self.loss(outputs_N, micro)
             if self.layout.tp_rank == 0:  # tensor-parallel ranks have equal sums
                 sums.update(part)
             return loss
@@ -1200,8 +1223,8 @@ class CriticWorker:
         metrics = self.critic.update_critic(batch, rows)
 
         # what it has cost
-        groups = common.by_prompt(rows, config.share_prompts and config.use_remove_padding)
-        flops = self.critic.passes * sum(common.costs(rows, groups, self.critic.flops))
+        share = config.share_prompts and config.use_remove_padding
+        flops = self.critic.passes * common.cost_of(rows, share, self.critic.flops)
         return metrics | common.describe_update(
             batch, rows, start, config.ppo_epochs, flops, self.layout
         )
@@ -1579,7 +1602,9 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder, run.logger)
     groups = train.groups()
-    picked = []  # the rows of the last update
+    episodes = sum(map(len, groups))
+    per_update = max(size * episodes // max(len(train), 1), 1)  # whole episodes
+    picked = []  # those of the last update, each a list of rows
     batch = None  # those of them that this rank has
     checkpoints.begin()
 
@@ -1606,10 +1631,11 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
 
         # one update
-        picked = common.rows_of_step(step, groups, size, run.critic.seed)
-        batch = train.select(picked[RANK::WORLD_SIZE])
+        picked = common.rows_of_step(step, groups, per_update, run.critic.seed)
+        batch = train.select(list(itertools.chain(*picked[RANK::WORLD_SIZE])))
         worker.start_at_mean(batch, run.gamma)
-        batch.values = worker.compute_values(batch) if needs_values(run, size) else None
+        rows = sum(map(len, picked))
+        batch.values = worker.compute_values(batch) if needs_values(run, rows) else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)
@@ -1622,7 +1648,7 @@ def learn(run, worker, train, held_out, size, checkpoints):
     # what the report shows
     if len(held_out):
         return held_out, "held-out rows"
-    rows = train.select(picked)
+    rows = train.select(list(itertools.chain(*picked)))
     rows.values = common.compute_together(worker, rows)
     return rows, "rows of the last update"
 
@@ -1632,11 +1658,12 @@ def learn(run, worker, train, held_out, size, checkpoints):
 # A closed chapter behind --context-parallel-size. It is called from lay_out; CoreAttention gathers
 # keys and values. The flag is also read in a rule of Config, in row_sharing (1 without it), in
 # check_layout, init_model and has_groups; cp_rank is in Layout, and groups_of asks for
-# with_context_parallel. Only because of this chapter does shift move columns and not outputs.
+# with_context_parallel. Only because of this chapter does lay_out say -1 for tokens of other ranks.
 
 
 def share_context(rows, config, layout):
-    """(slots, Pack) of this rank: two of 2 p equal pieces of the packed row, r and 2 p - 1 - r.
+    """lay_out for this rank, which gets two of 2 p equal pieces of the packed row, r and
+    2 p - 1 - r.
 
     Under a causal mask, this splits the work of one long row evenly, and of many nearly so. Queries
     see the keys of their own rows, gathered from all ranks, up to their own positions.
@@ -1644,7 +1671,7 @@ def share_context(rows, config, layout):
         p = 2      row: 0 1 2 3 4 5 6 7      rank 0: 0 1 . . . . 6 7      rank 1: . . 2 3 4 5 . ."""
     p = config.context_parallel_size
     _, unit = row_sharing(config)
-    slots, _, pack = pack_rows(rows, "cpu", config.share_prompts, unit)
+    slots, slot_T, pack = pack_rows(rows, "cpu", config.share_prompts, unit)
     places = torch.arange(len(slots))
     seen = places if pack.keys is None else pack.keys
     ends_of_queries, ends_of_keys = (x.tolist() for x in pack.varlen[:2])
@@ -1670,7 +1697,12 @@ def share_context(rows, config, layout):
     # keys are gathered in the order of `pieces`; argsort is the inverse of that order
     place_when_gathered = pieces.flatten().argsort()
     index = place_when_gathered[torch.cat(keys)].to(layout.device, non_blocking=True)
-    return slots[mine.flatten()], Pack(queries, layout.device, list(map(len, keys)), index)
+    pack = Pack(queries, layout.device, list(map(len, keys)), index)
+
+    # where the rank's slots are among its own; -1 for those of others
+    places_here = torch.full((len(slots),), -1)
+    places_here[mine.flatten()] = torch.arange(mine.numel())
+    return slots[mine.flatten()], places_here[slot_T], pack
 
 
 # ---- Layers and process groups of Megatron -------------------------------------------------------

@@ -603,7 +603,7 @@ def training(run, task):
             checkpoints=checkpoints,
             logger=common.Logger(run.out_dir, asdict(run), step, checkpoints.folder, run.logger),
             phases=Phases(run.offload),
-            groups=[(0, [prompt]) for prompt in task.prompts],
+            groups=[[prompt] for prompt in task.prompts],
             step=step,
             saved=step,
             kl_coef=kl_coef,

@@ -119,7 +119,8 @@ def make_rows(work):
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         file = str(DATA / "gsm8k_rollouts" / "train.jsonl")
         batch = common.read_rows(file, tokenizer, model_config(work))
-        batch = batch.select(common.shuffled_rows(batch.groups(), 0)[: work.rows])
+        groups = common.by_prompt(common.describe(batch))
+        batch = batch.select(common.shuffled_rows(groups, 0)[: work.rows])
     elif work.mix == "long-prompt":
         lengths = torch.randint(1125, 1375, (work.rows,)).tolist()
         sizes = torch.linspace(900, 1100, work.rows // work.answers).int()
@@ -458,7 +459,8 @@ def rows_of_a_rank(rank, ranks):
     told.index, told.owner = np.divmod(told.row_id, ranks)
     told.length = lengths
     told.actions = lengths - PROMPT
-    told.shared = PROMPT - 1
+    told.episode = told.row_id
+    told.shared = PROMPT
     told.prompt = np.repeat(digests, ANSWERS)
     told = [told[told.owner == owner] for owner in range(ranks)]
 

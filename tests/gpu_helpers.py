@@ -280,7 +280,7 @@ def race(report, name, contestant, costs, rows, share):
     of a shared prompt count once, and those that are computed again do not count."""
     tokens = len(rows.input_ids)
     told = common.describe(rows)
-    flops = sum(common.costs(told, common.by_prompt(told, share), costs.flops))
+    flops = common.cost_of(told, share, costs.flops)
     cells = {}
     for task, call, passes in (
         ("values", contestant.compute_values, 1),

@@ -586,15 +586,16 @@ def loads(costs, parts):
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=30), st.integers(1, 40), st.integers(0, 3))
 def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, number):
     rows = common.concat([common.Batch.blank(3)] * len(prompts))
+    rows.row_id = torch.arange(len(rows))
     rows.input_ids[::3] = torch.tensor(prompts)
     groups = rows.groups()
-    prompts_of_groups = [{prompts[i] for i in group} for _, group in groups]
+    prompts_of_groups = [{prompts[i] for [i] in group} for group in groups]
     assert prompts_of_groups == [{x} for x in dict.fromkeys(prompts)]
 
     pieces = math.ceil(len(prompts) / size)
     steps = range(number * pieces, (number + 1) * pieces)
     seen = [common.rows_of_step(step, groups, size, 0) for step in steps]
-    order = sum(seen, [])
+    order = [row for [row] in sum(seen, [])]
     assert sorted(order) == list(range(len(prompts)))
     assert max(map(len, seen)) <= size
     assert len(list(itertools.groupby(prompts[i] for i in order))) == len(groups)
@@ -647,7 +648,11 @@ def test_ranks_make_equally_many_micro_batches_within_the_token_budget(data):
 def plain_micro_batches(batch, ranks, cap, share, pad):
     """critic_fsdp.micro_batches the slow way: every count is tried, and every list looked at."""
     pieces = []  # (tokens shared, tokens behind these of each row, its index)
-    groups = batch.groups(share and not pad)
+    groups = {}
+    for i, row in enumerate(common.describe(batch)):
+        groups.setdefault(row.prompt if share and not pad else i, []).append(i)
+    prompts = batch.response_mask.split(batch.lengths)
+    groups = [(int(prompts[same[0]].int().argmax()), same) for same in groups.values()]
     tokens = sum(shared + sum(batch.lengths[i] - shared for i in same) for shared, same in groups)
     for shared, same in groups:
         piece = (shared, [], [])
@@ -1425,8 +1430,11 @@ def test_returns_of_lambda_1_need_no_values():
 def test_a_row_with_images_shares_with_no_prompt():
     rows = rows_after([0], [5], [5], [0], [5])
     rows.multi_modal_inputs = [{}, {"images": ["a.png"]}, {}, {}, {"images": ["a.png"]}]
-    assert [group for _, group in rows.groups()] == [[0, 3], [1], [2], [4]]
-    assert rows.groups(share=False) == [(0, [row]) for row in range(5)]
+    assert rows.groups() == [[[0], [3]], [[1]], [[2]], [[4]]]
+    told = common.describe(rows)
+    assert [same.tolist() for same in common.by_prompt(told, share=False)] == [
+        *map(list, zip(range(5)))
+    ]
 
 
 def test_no_more_micro_batches_than_needed():
@@ -1436,10 +1444,10 @@ def test_no_more_micro_batches_than_needed():
 
 
 def test_shared_tokens_count_once_in_a_micro_batch():
-    rows = rows_after([1] * 10, [1] * 10, [1] * 10)  # 9 shared tokens, and 3 more for each row
+    rows = rows_after([1] * 10, [1] * 10, [1] * 10)  # 10 shared tokens, and 2 more for each row
     group = common.describe(rows)
-    assert parts_of(critic_fsdp.micro_batches(group, 1, 18, True)) == [[[0, 1, 2]]]
-    [sizes] = critic_fsdp.micro_batches(group, 1, 17, True).sizes
+    assert parts_of(critic_fsdp.micro_batches(group, 1, 16, True)) == [[[0, 1, 2]]]
+    [sizes] = critic_fsdp.micro_batches(group, 1, 15, True).sizes
     assert sorted(sizes) == [1, 2]
 
     # each rank gets some, although one could take all
@@ -1448,12 +1456,24 @@ def test_shared_tokens_count_once_in_a_micro_batch():
 
 @pytest.mark.parametrize("unit, pad", [((), 0), ((4,), 2), ((7,), 4)])
 def test_a_pack_is_padded_at_its_end(unit, pad):
-    rows = rows_after([5], [1, 1], [1, 1])  # 3, 4 and 4 tokens; the 4s share their first one
+    rows = rows_after([5], [1, 2], [1, 1])  # 3, 4 and 4 tokens; the 4s share their first one
     slots, index, pack = critic_fsdp.pack_rows(rows, torch.device("cpu"), True, *unit)
-    assert slots.tolist() == [*range(7), 8, 9, 10, *[11] * pad]
-    assert index.tolist() == [*range(7), 3, 7, 8, 9]
-    assert pack.pieces == [(1, 3, 3), (1, 4, 4), (1, 3 + pad, 4 + pad)]
-    assert pack.keys.tolist() == [*range(7), 3, *range(7, 10 + pad)]
+    assert slots.tolist() == [*range(7, 11), 4, 5, 6, *range(3), *[11] * pad]
+    assert index.tolist() == [7, 8, 9, 0, 4, 5, 6, *range(4)]
+    assert pack.pieces == [(1, 4, 4), (1, 3, 4), (1, 3 + pad, 3 + pad)]
+    assert pack.keys.tolist() == [*range(4), 0, 4, 5, 6, *range(7, 10 + pad)]
+
+
+def test_what_rows_begin_with_has_one_slot_and_a_row_that_goes_on_is_one_sequence():
+    """Rows 1, 4 and 2 go on from one another, 3 branches off, and 0 is equal to 4."""
+    rows = rows_after([7, 8, 5, 6], [7], [7, 8, 5, 6, 4, 4, 4], [7, 8, 9], [7, 8, 5, 6], answer=1)
+    rows.input_ids = torch.tensor([7, 8, 5, 6, 4, 7, 8, 7, 8, 5, 6, 4, 4, 4, 1, 7, 8, 9, 3])
+    rows.input_ids = torch.cat([rows.input_ids, torch.tensor([7, 8, 5, 6, 4])])
+    slots, index, pack = critic_fsdp.pack_rows(rows, "cpu", True)
+    assert rows.input_ids[slots].tolist() == [7, 8, 5, 6, 4, 4, 4, 1, 9, 3]
+    assert torch.equal(rows.input_ids[slots][index], rows.input_ids)
+    assert pack.pieces == [(1, 8, 8), (1, 2, 4)]
+    assert pack.keys.tolist() == [*range(8), 0, 1, 8, 9]
 
 
 def test_a_cosine_of_one_step_after_the_warm_up():

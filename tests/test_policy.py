@@ -148,7 +148,7 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     w, batch, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
     assert len(w.critic.plan_micro_batches(rows, w.critic.max_tokens).sizes[0]) > 1
-    assert sum(common.costs(rows, batch.groups())) < len(batch.input_ids)
+    assert common.cost_of(rows) < len(batch.input_ids)
     bands = {name: fields[name] for name in BANDS.keys() & fields.keys()}
     loss, sums, _, _ = loss_by_hand(lm, batch, w.run, **bands)
     loss.backward()
@@ -270,7 +270,8 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
         w.update_policy(batch)
     orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
     keys = itertools.product((0, 1), (0, 1, 2))
-    assert orders == [common.shuffled_rows(batch.groups(), 0, *key) for key in keys]
+    groups = common.by_prompt(common.describe(batch))
+    assert orders == [common.shuffled_rows(groups, 0, *key) for key in keys]
     assert len({*map(tuple, orders)}) == 6
 
 

@@ -61,7 +61,7 @@ def test_prompts_that_differ_in_their_parts_are_different_prompts():
     chats = [[{"role": "user", "content": parts(q)}] for q in "abca"]
     lines = [json.dumps(GOOD | {"messages": chat}) for chat in chats]
     rows = common.read_rows(lines, a_tokenizer())
-    assert [same for _, same in rows.groups()] == [[0, 3], [1], [2]]
+    assert rows.groups() == [[[0], [3]], [[1]], [[2]]]
 
 
 @pytest.mark.parametrize("content, words", [
