@@ -4261,7 +4261,7 @@ def ceiling(rows):
     rows; NaN without any, or where it would fall below 0 by chance."""
     rows, _ = end_to_end(rows)
     told = describe(rows)
-    first_B = rows.cu_seqlens[:-1] + torch.from_numpy(told.shared)  # behind the prompt
+    first_B = rows.cu_seqlens[:-1] + torch.tensor(told.shared.tolist())  # behind the prompt
     several = [same for same in by_prompt(told) if len(same) > 1]
     if not several:
         return nan

@@ -349,49 +349,55 @@ def test_names_of_weights():
     assert (cut, parts) == ("outputs", gate_up)
 
 
-few = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+few = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=30), min_size=1, max_size=6)
 
 
 @pytest.mark.slow
 @settings(deadline=None)
 @given(few, st.sampled_from([1, 2, 3, 4]), st.sampled_from([1, 2, 4]), st.booleans())
-def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(lengths, cp, tp, share):
-    """Rows longer than 5 tokens share a prompt of 5. A single row is the same work for all
+def test_context_parallel_ranks_have_every_token_once_and_see_all_before_it(texts, cp, tp, share):
+    """What rows of two letters begin with is laid out once. A single row is the same work for all
     ranks."""
-    rows = common.concat([common.Batch.blank(n) for n in lengths])
-    rows.response_mask &= rows.positions > 4
+    rows = common.concat([common.Batch.blank(len(text)) for text in texts])
+    rows.row_id = torch.arange(len(rows))
+    rows.input_ids = torch.tensor(sum(texts, []))
+    beginnings = [tuple(text[: n + 1]) for text in texts for n in range(len(text))]  # of each token
     ranks = [
         critic_of(rank, **{CP: cp, TP: tp}, share_prompts=share).lay_out(rows) for rank in range(cp)
     ]
-    total = sum(lengths)
-    slots = [slots.tolist() for slots, _ in ranks]
+
+    # each token, or each beginning, has one slot on one rank, where its value is read
+    total = len(beginnings)
+    slots = [slots.tolist() for slots, _, _ in ranks]
     assert len({len(x) for x in slots}) == 1 and len(slots[0]) % tp == 0
     gathered = [i for x in slots for i in x]
-    others = max(sum(n > 5 for n in lengths) - 1, 0) * share
-    assert (
-        len([i for i in gathered if i < total]) == len({*gathered} - {total}) == total - 4 * others
-    )
-    row_of = rows.row_of_token.tolist()
+    tokens = [i for i in gathered if i < total]
+    assert len(tokens) == len({*tokens}) == (len({*beginnings}) if share else total)
+    for t, places in enumerate(zip(*(slot_T.tolist() for _, slot_T, _ in ranks), strict=True)):
+        [(own, place)] = [(own, place) for own, place in zip(slots, places) if place >= 0]
+        assert own[place] == t or (share and beginnings[own[place]] == beginnings[t])
+
     work = []  # pairs of query and key, for each rank
-    for (_, layout), own in zip(ranks, slots, strict=True):
+    for (_, _, pack), own in zip(ranks, slots, strict=True):
         keys = [
-            gathered[i]
-            for i in (range(len(gathered)) if layout.keys is None else layout.keys.tolist())
+            gathered[i] for i in (range(len(gathered)) if pack.keys is None else pack.keys.tolist())
         ]
-        pieces = [(n // count, m // count) for count, n, m in layout.pieces for _ in range(count)]
+        pieces = [(n // count, m // count) for count, n, m in pack.pieces for _ in range(count)]
         q = k = seen = 0
         for n, m in pieces:
             for i in range(n):
                 before = keys[k : k + m - n + i + 1]  # queries are at the end of their piece
                 seen += len(before)
                 if (t := own[q + i]) < total:
-                    assert [rows.positions[j] for j in before] == list(range(rows.positions[t] + 1))
-                    assert {row_of[j] for j in before[4 * share :]} <= {row_of[t]}
+                    path = beginnings[t]
+                    assert [beginnings[j] for j in before] == [
+                        path[: n + 1] for n in range(len(path))
+                    ]
             q += n
             k += m
         assert (q, k) == (len(own), len(keys))
         work.append(seen)
-    assert max(work) == min(work) or len(lengths) > 1
+    assert max(work) == min(work) or len(texts) > 1
 
 
 @pytest.mark.parametrize("vpp", [1, 2])
@@ -404,7 +410,7 @@ def test_micro_batches_keep_the_budget_and_the_number_that_the_schedule_needs(vp
     table = parts_of(critic.plan_micro_batches(common.describe(batch), 2 * 44))
     for rows in itertools.chain(*table):
         micro = batch.select(rows) if rows else common.Batch.blank()
-        slots, _ = critic.lay_out(micro)
+        slots, _, _ = critic.lay_out(micro)
         assert slots.numel() <= 44  # on each rank
     [count] = set(map(len, table))
     assert len(table) == 3 and count % vpp == 0

@@ -191,5 +191,5 @@ def test_9_context_parallel_ranks_have_a_piece_of_either_end():
     for rank, answer in enumerate(([0, 1, 10, 11], [2, 3, 8, 9], [4, 5, 6, 7])):
         layout = types.SimpleNamespace(cp_rank=rank, device=torch.device("cpu"))
         config = critic_megatron.Config(context_parallel_size=3)
-        slots, _ = critic_megatron.share_context(common.Batch.blank(12), config, layout)
+        slots, _, _ = critic_megatron.share_context(common.Batch.blank(12), config, layout)
         assert slots.tolist() == answer and sum(t + 1 for t in answer) == 26
