@@ -5,6 +5,8 @@
     OMP_NUM_THREADS=1 python tests/bench.py --mix long-tail --model 100m --rows 16
     OMP_NUM_THREADS=1 python tests/bench.py --model hybrid --mix long-tail --rows 32 \
         --contestants "fsdp padded" fsdp bare
+    OMP_NUM_THREADS=1 python tests/bench.py --mix episode --rows 24 --budget 16384 \
+        --contestants "fsdp whole" fsdp "fsdp alone"
     OMP_NUM_THREADS=1 python tests/bench.py --host --ranks 1024
                                                          what one of many ranks spends moving rows
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/bench.py --host
@@ -14,7 +16,8 @@ All contestants have the same weights, rows, precision, token budget and AdamW. 
 processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
 it does not depend on other jobs on the machine.
 
-    fsdp, megatron  the critics; "alone" means --no-share-prompts, "padded" --no-use-remove-padding
+    fsdp, megatron  the critics; "alone" means --no-share-prompts, "padded" --no-use-remove-padding,
+                    "whole" each episode of --mix episode in one long row
     bare            transformers' backbone, a linear head, the loss and AdamW, on ready packs
     verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if installed
     verl packed     the same with use_remove_padding and dynamic batches; SDPA masks other rows
@@ -78,7 +81,8 @@ MODELS = {  # sizes of Qwen2; hybrid: a dense Qwen3-Next, 3 of 4 layers recur
 OURS = {"fsdp": "critic_fsdp", "megatron": "critic_megatron"}
 ALONE = ("fsdp alone", "megatron alone")
 PADDED = "fsdp padded"
-CONTESTANTS = ("bare", *OURS, *ALONE, PADDED, "verl padded", "verl packed", "verl lent")
+WHOLE = ("fsdp whole", "megatron whole")  # only with --mix episode
+CONTESTANTS = ("bare", *OURS, *ALONE, PADDED, "verl padded", "verl packed", "verl lent", *WHOLE)
 
 
 @dataclass(frozen=True)
@@ -86,8 +90,9 @@ class Work:
     """The work: a model and rows."""
 
     model: Literal[tuple(MODELS)] = "10m"  # number of weights
-    # 4 answers per question; 250-token answers to 1,000-token prompts; rows without a shared prompt
-    mix: Literal["gsm8k", "long-prompt", "long-tail"] = "gsm8k"
+    # 4 answers per question; 250-token answers to 1,000-token prompts; rows that share no
+    # prompt; 24 turns of an agent, each a row whose prompt is all that came before
+    mix: Literal["gsm8k", "long-prompt", "long-tail", "episode"] = "gsm8k"
     rows: int = 96  # rows of an update, which is one optimizer step
     answers: int = 8  # answers per prompt of --mix long-prompt
     length: int = 256  # median tokens of a row of --mix long-tail, at most 4096
@@ -102,7 +107,8 @@ class Run:
     """Measures the contestants in turns."""
 
     work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
-    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS  # each is compared with the first
+    # each is compared with the first
+    contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS[: -len(WHOLE)]
     rounds: int = 5  # measured rounds (the medians count), after one warm-up
     # instead: the host's work of one PPO step on one of 1, 2, 4 ... up to --ranks ranks, without a
     # model
@@ -112,8 +118,12 @@ class Run:
 # ---- The work: rows, and a folder with weights ---------------------------------------------------
 
 
-def make_rows(work):
-    """A common.Batch with old values and returns, the same in every process."""
+TURNS = 24  # of an episode, each with 40 tokens of the agent and 40 of its tools
+
+
+def make_rows(work, whole=False):
+    """A common.Batch with old values and returns, the same in every process. whole: each episode is
+    one row."""
     torch.manual_seed(0)
     if work.mix == "gsm8k":
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
@@ -132,6 +142,18 @@ def make_rows(work):
             prompt = prompts[row // work.answers]
             batch.input_ids[start : start + len(prompt)] = prompt
             batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
+    elif work.mix == "episode":
+        ids = torch.randint(work.vocab_size, (work.rows // TURNS, 80 * TURNS))
+        ends = [80 * TURNS] if whole else range(80, 80 * TURNS + 1, 80)
+        batch = common.concat([common.Batch.blank(end) for _ in ids for end in ends])
+        batch.row_id = torch.arange(len(batch))
+        batch.episode = batch.row_id // len(ends) * len(ends)
+        batch.input_ids = torch.cat([row[:end] for row in ids for end in ends])
+        batch.response_mask = batch.positions % 80 >= 40
+        if not whole:
+            batch.response_mask &= (
+                batch.positions >= batch.cu_seqlens.diff()[batch.row_of_token] - 40
+            )
     else:  # log-normal: one row in six is 3 times the median or longer
         lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
         batch = common.concat([common.Batch.blank(n) for n in lengths.tolist()])
@@ -180,7 +202,8 @@ def ours(name, work, folder, batch):
     flags |= json.loads(work.flags)
     worker = module.CriticWorker(module.Config(model=str(folder), lr=1e-5, **flags))
     worker.init_model()
-    mine = batch.select(range(module.RANK, len(batch), module.WORLD_SIZE))
+    episodes = batch.episodes()[module.RANK :: module.WORLD_SIZE]
+    mine = batch.select(list(itertools.chain(*episodes)))
     return lambda: worker.compute_values(mine), lambda: worker.update_critic(mine)
 
 
@@ -353,7 +376,7 @@ def contest(name, work, folder, pipe):
     """One rank of a contestant: does the tasks it receives, until it receives None."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    batch = make_rows(work)
+    batch = make_rows(work, whole=name in WHOLE)
     build = bare if name == "bare" else verl if name.startswith("verl ") else ours
     calls = dict(zip(("values", "update"), build(name, work, folder, batch)))
     ways = {"": measure, "peak": measure_peak}
@@ -364,7 +387,7 @@ def contest(name, work, folder, pipe):
         spent = ways[way](calls[name])
         out = spent.pop("out", None)
         # with several ranks, each has its own rows
-        if task == "values" and len(out) == len(batch.input_ids):
+        if task == "values" and work.ranks == 1:
             spent["values"] = out[batch.response_mask].tolist()
         pipe.send(spent)
     os._exit(0)  # like common.launch

@@ -243,6 +243,36 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
     return batch
 
 
+def cut_into_segments(whole, seed=0):
+    """The same episodes in rows whose prompts are all that came before: each is cut behind some of
+    its turns. A token belongs to one segment, and is in the prompts of the later ones."""
+    g = torch.Generator().manual_seed(seed)
+    rows = []
+    for (start, end), number in zip(rows_of(whole), whole.row_id.tolist()):
+        acts = whole.response_mask[start:end]
+        turns = (acts[:-1] & ~acts[1:]).nonzero()[:, 0] + 1
+        cuts = turns[torch.rand(len(turns), generator=g) < 0.7].tolist()
+        for segment, (begin, stop) in enumerate(itertools.pairwise([0, *cuts, end - start])):
+            mine = torch.arange(stop) >= begin
+            columns = {}
+            for name in (*whole.FLOATS, "response_mask"):
+                x_T = getattr(whole, name)
+                if x_T is not None:
+                    columns[name] = x_T[start : start + stop] * mine
+            rows.append(
+                common.Batch(
+                    input_ids=whole.input_ids[start : start + stop],
+                    cu_seqlens=torch.tensor([0, stop]),
+                    row_id=torch.tensor([100 * number + segment]),
+                    truncated=torch.tensor([False]),
+                    episode=torch.tensor([100 * number]),
+                    **columns,
+                )
+            )
+        rows[-1].truncated = whole.truncated[whole.row_id == number]
+    return common.concat(rows)
+
+
 def rows_of(batch):
     """(start, end) of each sequence."""
     cu = batch.cu_seqlens.tolist()
@@ -426,8 +456,9 @@ def parts_of(table):
 
 
 def mine(batch):
-    """This rank's rows of a batch."""
-    return batch.select(range(common.RANK, len(batch), common.WORLD_SIZE))
+    """This rank's rows of a batch: whole episodes, in turn."""
+    episodes = batch.episodes()[common.RANK :: common.WORLD_SIZE]
+    return batch.select(list(itertools.chain(*episodes)))
 
 
 def part_of(case, batch):

@@ -5,6 +5,7 @@ from plain transformers, losses from the papers, gradients from autograd.
 """
 
 import collections
+import dataclasses
 import functools
 import math
 import typing
@@ -14,7 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 import transformers
-from helpers import actions_of, random_batch, rows_of
+from helpers import actions_of, cut_into_segments, random_batch, rows_of
 from safetensors.torch import load_file, save_file
 
 import common
@@ -66,6 +67,12 @@ MODELS = {
 # with two rows, some ranks have none
 ROWS = {"ragged": random_batch(11, seed=3), "two rows": random_batch(2, seed=2)}
 ROWS["equal prompts"] = random_batch(14, seed=5, longest=24, prompts=3)
+
+# the same episodes as whole rows, whose returns are by hand below, and in segments, whose credit is
+# that of the scripts
+WHOLE = random_batch(9, seed=6, idle=False)
+ROWS["segments"] = cut_into_segments(WHOLE)
+common.add_returns(ROWS["segments"], gamma=0.9, lam=0.8, bootstrap_truncated=True)
 MODES = typing.get_args(critic_fsdp.AggMode)
 
 
@@ -127,6 +134,17 @@ def gae_by_hand(tokens, gamma, lam, bootstrap, level="token"):
             out[t] = (advantage, advantage + value)
         bootstrap, end = value, start
     return out
+
+
+def with_returns_by_hand(batch, gamma, lam):
+    """The batch with returns of gae_by_hand; truncated rows end with their last value."""
+    returns = []
+    columns = (batch.token_level_rewards, batch.values, batch.response_mask)
+    for (start, end), truncated in zip(rows_of(batch), batch.truncated.tolist()):
+        tokens = list(zip(*(x_T[start:end].tolist() for x_T in columns)))
+        last = [value for _, value, acts in tokens if acts][-1]
+        returns += [x for _, x in gae_by_hand(tokens, gamma, lam, last * truncated)]
+    return dataclasses.replace(batch, returns=torch.tensor(returns))
 
 
 def whitened_by_hand(batch):
@@ -230,8 +248,18 @@ def assert_agrees(what, result, values, loss, gradients, most=1e-5):
 
 @functools.cache
 def references(folder):
-    """(rows, mode) -> reference_of this model, computed when asked for."""
-    return functools.cache(lambda rows, mode: reference_of(folder, ROWS[rows], mode))
+    """(rows, mode) -> reference_of this model, computed when asked for. That of segments is what
+    the whole rows make."""
+
+    def reference(rows, mode):
+        if rows != "segments":
+            return reference_of(folder, ROWS[rows], mode)
+        values, *others = reference_of(folder, with_returns_by_hand(WHOLE, 0.9, 0.8), mode)
+        mask = ROWS[rows].response_mask
+        values = torch.zeros(len(mask)).masked_scatter(mask, values[WHOLE.response_mask])
+        return values, *others
+
+    return functools.cache(reference)
 
 
 def compare(results, reference):

@@ -44,6 +44,17 @@ def test_contestants_compute_the_same_values():
     assert all(float(off) < 1e-5 for off in lines.values()), out
 
 
+def test_an_episode_in_a_row_for_each_turn_has_the_values_of_the_one_long_row():
+    work = ("--model", "tiny", "--mix", "episode", "--rows", "48", "--rounds", "1")
+    names = ("fsdp whole", "fsdp", "fsdp alone", "megatron")
+    out = succeeded(
+        run(sys.executable, ROOT / "tests" / "bench.py", *work, "--contestants", *names)
+    )
+    lines = dict(re.findall(r"^\| (\w+(?: \w+)?) \| .* \| (\S+) \|$", out, flags=re.M))
+    assert lines.keys() == {*names}, out
+    assert all(float(off) < 1e-5 for off in lines.values()), out
+
+
 def test_the_simulated_rank_sends_what_a_real_one_sends():
     """Rank 0 of two: the bytes of rows that leave it, in the simulation and for real."""
     host = (ROOT / "tests" / "bench.py", "--host")

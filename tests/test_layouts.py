@@ -24,6 +24,8 @@ CASES = {  # name -> rows, and Config fields that say how micro-batches are cut 
     "shared": ("equal prompts", {"ppo_max_token_len_per_gpu": 36}),  # some groups are larger
     "shared, one micro-batch": ("equal prompts", {}),
     "not shared": ("equal prompts", {**BUDGET, "share_prompts": False}),
+    "segments": ("segments", BUDGET),
+    "segments, one micro-batch": ("segments", {}),
     "fewer rows than ranks": ("two rows", {}),
     **{mode: ("ragged", {**BUDGET, "loss_agg_mode": mode}) for mode in MODES[1:-1]},
     MODES[-1]: ("ragged", {**BUDGET, "loss_agg_mode": MODES[-1], "response_length_limit": 50}),
@@ -38,7 +40,7 @@ SOME = {  # layouts that run all models, and their cases
     "fsdp2, padded": ("shared",),
     "none, packed, recompute": ("shared", "shared, one micro-batch"),
     "fsdp1, ulysses 2": ("shared",),
-    "fsdp2, ulysses 2": ("shared, one micro-batch", "budget 40"),
+    "fsdp2, ulysses 2": ("shared, one micro-batch", "segments, one micro-batch", "budget 40"),
 }
 WHOLE = {  # ranks -> layouts that run all cases
     2: ("fsdp2, packed", "fsdp1, padded"),
@@ -75,7 +77,7 @@ def layouts():
 def cases_of(layout):
     """The cases that a layout runs. How rows are cut and weighed does not depend on the
     strategy."""
-    cases = ["budget 60, deferred", "shared, one micro-batch", "fewer rows than ranks"]
+    cases = ["budget 60, deferred", "shared, one micro-batch", "segments", "fewer rows than ranks"]
     if layout in WHOLE.get(WORLD_SIZE, ()):
         cases = CASES
     elif layout in MEMORY or "recompute" in layout:
@@ -122,7 +124,7 @@ def results_of(model, layout, fields, cases, out):
 
 @pytest.mark.parametrize(
     "ranks, cases",
-    [(2, 60), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 26), (4, 46)))],
+    [(2, 71), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 32), (4, 59)))],
 )
 def test_every_layout_makes_the_same_gradient(ranks, cases):
     folder = ran(every_layout, ranks)

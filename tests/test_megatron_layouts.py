@@ -185,13 +185,16 @@ def results_of(model, layout, folder):
 
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
-    other_rows = {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
+    other_rows = {name: name for name in ROWS}
+    other_rows |= {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
     other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
 
     # dense, mixtures, and windows
     shares = ("qwen2", "qwen3-moe", "mistral", "qwen3-window", "phi3", "glm4-moe", "gpt-oss")
     shared = ("shared",) if model in shares else ()
+    if model == "qwen2":
+        shared = ("shared", "segments")
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), *shared, "budget 64"):
         rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
         mode = case if case in MODES else "token-mean"
@@ -244,7 +247,7 @@ SLOW = {"marks": pytest.mark.slow}
 
 
 @pytest.mark.parametrize(
-    "ranks, cases", [(2, 81), *(pytest.param(*x, **SLOW) for x in ((1, 36), (4, 53), (8, 7)))]
+    "ranks, cases", [(2, 90), *(pytest.param(*x, **SLOW) for x in ((1, 39), (4, 60), (8, 8)))]
 )
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
     out = ran(every_layout, ranks)

@@ -265,6 +265,7 @@ def test_the_drawing_of_gae_has_the_numbers_of_the_table():
 def test_the_drawing_of_a_pack_shows_what_pack_rows_does():
     """Where rows and slots end, and which slot attends to which."""
     rows = common.concat([common.Batch.blank(5), common.Batch.blank(4)])
+    rows.row_id = torch.tensor([0, 1])
     rows.input_ids = torch.tensor([0, 1, 2, 3, 4, 0, 1, 2, 5])
     rows.response_mask = torch.tensor([0, 0, 0, 1, 1, 0, 0, 0, 1]).bool()
     slots, _, pack = critic_fsdp.pack_rows(rows, "cpu", share=True)
