@@ -108,6 +108,7 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
     noise = torch.randn(10_000, generator=g)
     returns = 2 * torch.randn(2000, generator=g)[prompts] + noise
     rows = common.concat([common.Batch.blank(2)] * 10_000)
+    rows.row_id = torch.arange(len(rows))
 
     def ceiling(prompts, returns):
         rows.input_ids[::2] = prompts
@@ -590,7 +591,7 @@ def test_only_rank_0_builds_what_only_rank_0_writes(tmp_path, monkeypatch):
     logger = common.Logger(str(tmp_path / "out"), {}, 0, None)
 
     # from here on it fails
-    monkeypatch.setattr(common.Batch, "groups", None)
+    monkeypatch.setattr(common, "by_prompt", None)
     with pytest.raises(TypeError):
         common.describe_rows(rows, 1.0, "a test")
 

@@ -1,0 +1,193 @@
+"""An agent's episode in several rows: credit runs along the actions of all of them, and a dialogue
+makes the same update wherever it is cut. For layouts see test_layouts.py and
+test_megatron_layouts.py, whose references of segments are those of the whole rows."""
+
+import dataclasses
+import itertools
+import math
+
+import helpers
+import pytest
+import torch
+from helpers import cut_into_segments, parts_of, random_batch, refused, rows_after, rows_of
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from reference import gae_by_hand
+
+import common
+import critic_fsdp
+import critic_megatron
+
+SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
+
+
+def shuffled(batch, seed):
+    """The same rows in another order, as a caller may have them."""
+    order = torch.randperm(len(batch), generator=torch.Generator().manual_seed(seed))
+    return batch.select(order.tolist())
+
+
+def numbers(rows):
+    """Those of an evaluation."""
+    return {name: float(x) for name, x in common.evaluate(rows, 0.9).items()}
+
+
+def tokens_of_episodes(batch):
+    """The indices of each episode's tokens, segment after segment."""
+    rows = dict(zip(batch.row_id.tolist(), itertools.starmap(range, rows_of(batch)), strict=True))
+    episodes = {}
+    for row_id, episode in sorted(zip(batch.row_id.tolist(), batch.episode.tolist())):
+        episodes.setdefault(episode, []).extend(rows[row_id])
+    return list(episodes.values())
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.integers(0, 99), st.sampled_from([0.0, 0.8, 1.0]), st.floats(0.5, 1.0), st.booleans(),
+    st.sampled_from(["token", "turn"]),
+)  # fmt: skip
+def test_credit_runs_along_all_actions_of_an_episode(seed, lam, gamma, bootstrap, level):
+    """Rewards stand anywhere, also on tokens of a prompt; rows are in any order."""
+    batch = shuffled(cut_into_segments(random_batch(6, seed=seed), seed), seed)
+    mask = batch.response_mask
+    batch.token_level_rewards = torch.randn(
+        len(mask), generator=torch.Generator().manual_seed(seed)
+    )
+    common.add_returns(batch, gamma, lam, bootstrap, level)
+    sums_T = common.monte_carlo(batch, gamma, level)
+    last_row = dict(zip(batch.row_id.tolist(), batch.truncated.tolist()))
+
+    for places in tokens_of_episodes(batch):
+        columns = (batch.token_level_rewards[places], batch.values[places], mask[places])
+        tokens = list(zip(*(x.tolist() for x in columns)))
+        acted = [value for _, value, acts in tokens if acts]
+        row_of = batch.row_id[batch.row_of_token[places[-1]]]
+        tail = acted[-1] if bootstrap and acted and last_row[int(row_of)] else 0.0
+        expected = torch.tensor(gae_by_hand(tokens, gamma, lam, tail, level))
+        ours = torch.stack([batch.advantages[places], batch.returns[places]], 1)
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+        without = [(reward, 0.0, acts) for reward, _, acts in tokens]
+        sums = [target for _, target in gae_by_hand(without, gamma, 1.0, 0.0, level)]
+        torch.testing.assert_close(sums_T[places], torch.tensor(sums), rtol=1e-5, atol=1e-5)
+
+
+def test_rows_without_an_episode_are_their_own():
+    batch = random_batch(9)
+    alone = dataclasses.replace(batch, episode=batch.row_id.clone())
+    for rows in (batch, alone):
+        common.add_returns(rows, 0.9, 0.8, bootstrap_truncated=True)
+    assert torch.equal(batch.advantages, alone.advantages)
+    ours, theirs = numbers(batch), numbers(alone)
+    assert ours == pytest.approx(theirs, nan_ok=True)
+    assert batch.groups() == alone.groups()
+
+
+@SCRIPTS
+@pytest.mark.parametrize("share", [True, False])
+def test_a_dialogue_makes_the_same_update_wherever_it_is_cut(script, share):
+    """Three updates of one step, with credit from the critic's own values: values, advantages,
+    losses, norms and weights."""
+    whole = random_batch(8, seed=3, vocab_size=60, idle=False)
+    fields = {"ppo_mini_batch_size": 1000, "share_prompts": share, "value_head_init": "normal"}
+    seen = []
+    for batch in (whole, cut_into_segments(whole, 1), cut_into_segments(whole, 2)):
+        helpers.end_groups()
+        worker = helpers.worker(script=script, **fields)
+        found = {}
+        for step in range(3):
+            batch.values = worker.compute_values(batch)
+            common.add_returns(batch, 0.97, 0.9, bootstrap_truncated=True)
+            metrics = worker.update_critic(batch)
+            for name in ("values", "advantages", "returns"):
+                found[f"{name} {step}"] = getattr(batch, name)[batch.response_mask]
+            names = ("vf_loss", "grad_norm", "explained_var", "vpred_mean")
+            numbers = [metrics[f"critic/{name}"] for name in names]
+            found[f"metrics {step}"] = torch.tensor(numbers, dtype=torch.float64)
+        # without sharing, gradients of almost 0 are rounding, by which AdamW divides
+        for name, p in worker.critic.model.named_parameters() if share else ():
+            found[name] = getattr(p, "full_tensor", p.clone)().detach()
+        seen.append(found)
+
+    for found in seen[1:]:
+        assert found.keys() == seen[0].keys()
+        for name, x in found.items():
+            scale = max(1.0, float(seen[0][name].abs().max()))
+            torch.testing.assert_close(x, seen[0][name], rtol=1e-6, atol=1e-6 * scale, msg=name)
+
+
+def test_a_sequence_is_a_row_for_modes_that_count_sequences():
+    batch = cut_into_segments(random_batch(5, idle=False))
+    weights_T = common.loss_weights(batch, "seq-mean-token-mean")
+    of_row = torch.zeros(len(batch)).index_add(0, batch.row_of_token, weights_T)
+    acted = batch.actions > 0
+    assert len(batch) > 10
+    torch.testing.assert_close(of_row[acted], torch.full((int(acted.sum()),), 1 / int(acted.sum())))
+
+
+def test_an_evaluation_counts_episodes():
+    """Of rows with equal prompts: explained variance, AUC, best of n, ceiling are those of the
+    whole rows."""
+    whole = random_batch(24, seed=4, prompts=5, idle=False)
+    cut = shuffled(cut_into_segments(whole), 1)
+    assert len(cut) > 2 * len(whole)
+    cut.token_level_rewards = cut.token_level_rewards.sign()
+    whole.token_level_rewards = whole.token_level_rewards.sign()
+    ours, theirs = numbers(cut), numbers(whole)
+    assert ours == pytest.approx(theirs, rel=1e-6, nan_ok=True)
+    assert not math.isnan(theirs["eval/best_of_n"] + theirs["eval/explained_var"])
+    for rows in (cut, whole):
+        rows.returns = common.monte_carlo(rows, 0.9)
+    assert common.ceiling(cut) == pytest.approx(common.ceiling(whole), nan_ok=True)
+    assert common.numbers_of(cut, 0.9) == common.numbers_of(whole, 0.9)
+
+
+def test_the_plan_counts_what_segments_share_once_and_never_too_little():
+    """An episode that is cut costs what the whole row costs; a budget that holds this takes all
+    segments together, and what a micro-batch really computes is never more than planned."""
+    whole = random_batch(7, seed=2, idle=False)
+    cut = cut_into_segments(whole)
+    told = common.describe(cut)
+    assert common.cost_of(told) == len(whole.input_ids) < 0.6 * len(cut.input_ids)
+    assert common.cost_of(told, share=False) == len(cut.input_ids)
+    assert common.cost_of(told, cost=lambda n: n * n) == sum(n * n for n in whole.lengths)
+
+    for budget in (40, 60, 100, 1000):
+        [parts] = parts_of(critic_fsdp.micro_batches(told, 1, budget, True))
+        computed = [len(critic_fsdp.pack_rows(cut.select(rows), "cpu", True)[0]) for rows in parts]
+        assert max(computed) <= budget
+        if budget >= 60:
+            assert len(whole.input_ids) - 3 < sum(computed) <= len(whole.input_ids)
+
+
+def test_a_shuffle_and_a_step_keep_an_episode_whole():
+    cut = cut_into_segments(random_batch(9, seed=5, prompts=4))
+    groups = cut.groups()
+    assert sorted(map(len, groups)) == [1, 1, 1, 2, 2, 2]  # of episodes with equal prompts
+    episodes = sorted(itertools.chain(*groups))
+    assert episodes == cut.episodes() and sum(map(len, episodes)) == len(cut)
+
+    steps = [common.rows_of_step(step, groups, 2, seed=0) for step in range(5)]
+    assert [len(step) for step in steps] == [1, 2, 2, 2, 2]
+    assert sorted(itertools.chain(*steps)) == episodes
+
+
+def test_what_segments_with_images_share_is_not_counted():
+    """Their episode stays together all the same."""
+    rows = rows_after([5], [5, 6, 7, 8], [9])
+    rows.episode = torch.tensor([0, 0, 2])
+    assert common.describe(rows).shared.tolist() == [1, 1, 1]
+    rows.multi_modal_inputs = [{"images": ["a.png"]}, {}, {}]
+    told = common.describe(rows)
+    assert told.shared.tolist()[1] == 0
+    assert [same.tolist() for same in common.by_prompt(told)] == [[0, 1], [2]]
+
+
+def test_a_column_of_episodes_that_is_none_is_refused():
+    batch = random_batch(3)
+    batch.episode = torch.tensor([0.0, 0.0, 2.0])
+    with refused("episode: must be a (B,) tensor of torch.int64 on the host"):
+        common.check(batch)
+    batch.episode = torch.tensor([0, 0])
+    with refused("episode: has 2 entries instead of 3"):
+        common.check(batch)
