@@ -945,24 +945,6 @@ def alike(ids, others):
     return int(np.append(ids[:n] != others[:n], True).argmax())
 
 
-def rows_alike(batch):
-    """[(row, shared)]: all rows in the order of their ids, in which those that begin alike are
-    neighbours; the first `shared` tokens of a row are also those of the row before. Rows with
-    images, and blank ones, come last and share nothing."""
-    ids = batch.input_ids.numpy()
-    rows = [ids[i:j] for i, j in itertools.pairwise(batch.cu_seqlens.tolist())]
-    images = batch.multi_modal_inputs or [{}] * len(batch)
-    alone = [bool(x) or i < 0 for x, i in zip(images, batch.row_id.tolist())]
-    order = [row for row in range(len(batch)) if not alone[row]]
-    order.sort(key=lambda row: rows[row].astype(">i8").tobytes())  # bytes are in the order of ids
-
-    shared = [0] * len(batch)
-    for before, row in itertools.pairwise(order):
-        shared[row] = alike(rows[before], rows[row])
-    order += [row for row in range(len(batch)) if alone[row]]
-    return [(row, shared[row]) for row in order]
-
-
 def rows_of_all_ranks(batch):
     """The Rows of all ranks, in row_id order (a collective). UserError: a row is passed twice, or
     an episode by several ranks."""
@@ -1258,6 +1240,52 @@ class CurrentPack:
         if not pack.kernel:
             words = "the model has another attn_implementation"
             raise RuntimeError(f"the attention of packed rows was not called: {words}")
+
+
+def lay_out_once(batch, share=True):
+    """Lays rows out so that what several of them begin with is there once -> (slots_S, index_T,
+    sequences). Rows with images, and blank ones, share nothing; without `share`, no row does.
+
+    slots_S: the token in each slot. index_T: the slot of each token. sequences: [queries, the row
+    whose tokens they see] of each, in the order of the slots. A row that goes on from all of
+    another one is one sequence with it.
+
+        rows       p0 p1 a0    p0 p1 a0 o0 a1    p0 p1 b0
+        slots      p0 p1 a0             o0 a1          b0
+        index_T    0  1  2     0  1  2  3  4     0  1  5
+        sequences  p0 p1 a0             o0 a1 |        b0"""
+    tokens = torch.arange(len(batch.input_ids)).split(batch.lengths)  # of each row
+    ids = [row.numpy() for row in batch.input_ids.split(batch.lengths)]
+    images = batch.multi_modal_inputs or [{}] * len(batch)
+    alone = [not share or bool(x) or i < 0 for x, i in zip(images, batch.row_id.tolist())]
+
+    # rows that begin alike are neighbours in the order of their ids, which is that of their bytes
+    order = [row for row in range(len(batch)) if not alone[row]]
+    order.sort(key=lambda row: ids[row].astype(">i8").tobytes())
+    order += [row for row in range(len(batch)) if alone[row]]
+
+    # each row shares the most with the one before it, and gets slots for what is behind that
+    slots = []
+    index_T = torch.zeros(len(batch.input_ids), dtype=torch.int64)
+    places = index_T.split(batch.lengths)
+    sequences = []
+    used = 0
+    before = None
+    for row in order:
+        shared = 0
+        if before is not None and not alone[row]:
+            shared = alike(ids[before], ids[row])
+            places[row][:shared] = places[before][:shared]
+        own = len(ids[row]) - shared
+        places[row][shared:] = torch.arange(used, used + own)
+        slots.append(tokens[row][shared:])
+        used += own
+
+        if shared and shared == len(ids[before]):
+            own += sequences.pop()[0]
+        sequences.append((own, row))
+        before = row
+    return torch.cat(slots), index_T, sequences
 
 
 def packed_attention(

@@ -592,57 +592,29 @@ def micro_batches(rows, dp_size, max_tokens, share, padded=False):
 
 
 def pack_rows(batch, device, share, unit=1):
-    """Packs rows end to end -> (slots, index_T, Pack).
+    """Packs rows end to end, see common.lay_out_once -> (slots_S, index_T, Pack).
 
-    slots: (S,) the index of each slot's token, or T for padding to a multiple of `unit`. What
-    several rows begin with has slots only once. index_T: each token's slot, where later tokens of
-    its row find its key. A row that goes on from all of another one is one sequence with it.
-
-        rows       p0 p1 a0    p0 p1 a0 o0 a1    p0 p1 b0
-        slots      p0 p1 a0             o0 a1          b0
-        index_T    0  1  2     0  1  2  3  4     0  1  5
-        sequences  p0 p1 a0             o0 a1 |        b0"""
+    slots_S: the index of each slot's token, or T for padding to a multiple of `unit`. index_T: each
+    token's slot, where later tokens of its row find its key."""
+    slots_S, index_T, sequences = common.lay_out_once(batch, share)
     total = len(batch.input_ids)
-    order = [(row, 0) for row in range(len(batch))]
-    if share:
-        order = common.rows_alike(batch)
-
-    # each row's slots come behind those of the rows before it, but for what it shares
-    tokens = torch.arange(total).split(batch.lengths)  # of each row
-    index_T = torch.zeros(total, dtype=torch.int64)
-    places = index_T.split(batch.lengths)
-    slots = []
-    used = 0
-    before = None
-    sequences = []  # (queries, the row whose tokens they see) of each
-    for row, shared in order:
-        own = len(tokens[row]) - shared
-        if shared:
-            places[row][:shared] = places[before][:shared]
-        places[row][shared:] = torch.arange(used, used + own)
-        slots.append(tokens[row][shared:])
-        used += own
-
-        # it goes on from the row before, or is a sequence of its own
-        if shared and shared == len(tokens[before]):
-            own += sequences.pop()[0]
-        sequences.append((own, row))
-        before = row
+    lengths = batch.lengths
+    queries = [own for own, _ in sequences]
+    seen = [lengths[row] for _, row in sequences]
 
     # padding extends the last sequence, where no token sees it
-    pad = -used % unit
-    queries = [own for own, _ in sequences]
-    seen = [len(tokens[row]) for _, row in sequences]
+    pad = -len(slots_S) % unit
     queries[-1] += pad
     seen[-1] += pad
-    slots_S = F.pad(torch.cat(slots), (0, pad), value=total)
 
     keys = None  # as queries
     if queries != seen:
-        keys = torch.cat([*(places[row] for _, row in sequences), torch.arange(used, used + pad)])
+        places = index_T.split(lengths)
+        behind = len(slots_S) + torch.arange(pad)
+        keys = torch.cat([*(places[row] for _, row in sequences), behind])
         keys = keys.to(device, non_blocking=True)
-    pack = Pack(queries, device, seen, keys)
-    return slots_S, index_T.to(device, non_blocking=True), pack
+    slots_S = F.pad(slots_S, (0, pad), value=total)
+    return slots_S, index_T.to(device, non_blocking=True), Pack(queries, device, seen, keys)
 
 
 def row_sharing(config):

@@ -278,7 +278,7 @@ def bad_input_ends_every_rank(folder):
 @scenario(ranks=2)
 def what_a_rank_does_not_see_is_an_error_on_all(folder):
     """A save without the files of another rank leaves no checkpoint, and a folder must exist on all
-    ranks. Old values of only some ranks are refused."""
+    ranks. Old values of only some ranks, and an episode in parts, are refused."""
     common.setup_distributed()
     exists = common.exists
     for blind in range(WORLD_SIZE):
@@ -298,6 +298,13 @@ def what_a_rank_does_not_see_is_an_error_on_all(folder):
     batch.values = None if RANK else batch.values
     with refused("values: only some ranks' batches have this column"):
         make().update_critic(batch)
+
+    segments = helpers.cut_into_segments(random_batch(3, vocab_size=97))
+    own = segments.select(range(RANK, len(segments), WORLD_SIZE))
+    for method in ("compute_values", "update_critic"):
+        with refused("its rows are on several ranks: one must pass them all", begin="episode "):
+            getattr(make(), method)(own)
+    make().update_critic(mine(segments))
 
 
 @scenario(ranks=2, slow=True)
