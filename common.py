@@ -557,7 +557,7 @@ def end_to_end(batch):
     rows = batch.select(order)
 
     # an episode ends where the next row is of another one, and is truncated if its last row is
-    last = F.pad(rows.episode.diff() != 0, (0, 1), value=True).nonzero()[:, 0]
+    last = F.pad(rows.episode.diff() != 0, (0, 1), value=True)[: len(rows)].nonzero()[:, 0]
     images = rows.multi_modal_inputs
     first = F.pad(last + 1, (1, 0))[:-1]
     whole = replace(
@@ -4183,10 +4183,12 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     longest, _ = rows.longest
     turns = int((rows.response_mask[1:] & ~rows.response_mask[:-1]).sum())
     in_turns = f" in {turns:,} turns" if turns > len(rows) else ""
+    episodes = len(rows.episodes())
+    of_episodes = f" of {episodes:,} episodes" if episodes < len(rows) else ""
     ids = rows.input_ids[: rows.lengths[0]].tolist()
     acts = rows.response_mask[: rows.lengths[0]].tolist()
     print0(
-        f"rows       {len(rows):,} of {source}, {truncated:,} truncated\n"
+        f"rows       {len(rows):,}{of_episodes} of {source}, {truncated:,} truncated\n"
         f"tokens     {len(rows.input_ids):,}, {len(x_A):,} of them actions{in_turns};"
         f" longest row {longest:,}\n"
         f"returns    {x_A.mean():z.3g} +- {x_A.std(correction=0):.3g},"
@@ -4235,16 +4237,18 @@ def scored(lines, rows):
 
 def ranks_in_prompts(rows, last_B):
     """[rank of each row among those of its prompt], where 1 is the highest last value, equal ones
-    share a rank, and NaN comes last."""
+    share a rank, and NaN comes last. Rows of an episode have the rank of its last one."""
     # the same answer in another micro-batch may be off by rounding
     height = last_B.nan_to_num(nan=-inf, posinf=inf, neginf=-inf).tolist()
     height = [float(f"{x:.5g}") for x in height]
 
     rank = [1] * len(rows)
-    for same in by_prompt(describe(rows)):
-        ascending = sorted(height[row] for row in same)
-        for row in same:
-            rank[row] += len(same) - bisect_right(ascending, height[row])
+    for same in rows.groups():
+        ascending = sorted(height[episode[-1]] for episode in same)
+        for episode in same:
+            above = len(same) - bisect_right(ascending, height[episode[-1]])
+            for row in episode:
+                rank[row] += above
     return rank
 
 

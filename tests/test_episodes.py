@@ -72,6 +72,12 @@ def test_credit_runs_along_all_actions_of_an_episode(seed, lam, gamma, bootstrap
         torch.testing.assert_close(sums_T[places], torch.tensor(sums), rtol=1e-5, atol=1e-5)
 
 
+def test_a_rank_may_have_no_rows_of_an_episode():
+    none = cut_into_segments(random_batch(3)).select([])
+    common.add_returns(none, 0.9, 0.8, bootstrap_truncated=True)
+    assert len(none.advantages) == len(none.returns) == len(common.monte_carlo(none, 0.9)) == 0
+
+
 def test_rows_without_an_episode_are_their_own():
     batch = random_batch(9)
     alone = dataclasses.replace(batch, episode=batch.row_id.clone())
@@ -140,6 +146,13 @@ def test_an_evaluation_counts_episodes():
         rows.returns = common.monte_carlo(rows, 0.9)
     assert common.ceiling(cut) == pytest.approx(common.ceiling(whole), nan_ok=True)
     assert common.numbers_of(cut, 0.9) == common.numbers_of(whole, 0.9)
+
+
+def test_rows_have_the_rank_of_their_episode():
+    rows = rows_after([5], [5, 1, 2], [5], [5, 3, 4], [6])
+    rows.episode = torch.tensor([0, 0, 2, 2, 4])
+    last_B = torch.tensor([9.0, 1.0, 0.0, 2.0, 5.0])
+    assert common.ranks_in_prompts(rows, last_B) == [2, 2, 1, 1, 1]
 
 
 def test_the_plan_counts_what_segments_share_once_and_never_too_little():

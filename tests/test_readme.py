@@ -290,7 +290,7 @@ def test_the_drawing_of_a_pack_shows_what_pack_rows_does():
 
 
 @pytest.mark.skipif(browser.CHROMIUM is None, reason="no Chromium on this machine")
-@pytest.mark.parametrize("name", ["shift", "gae", "pack", "rows"])
+@pytest.mark.parametrize("name", ["shift", "gae", "pack", "rows", "episode"])
 def test_a_drawing_can_be_read_on_a_phone_in_both_colour_schemes(name):
     """Its texts are large, lie inside, and do not overlap; it says in words what it shows."""
     path = ROOT / ".github" / "assets" / f"{name}.svg"
