@@ -13,7 +13,7 @@ The second is what a run needs. A fork opens it for another head (Model folders)
 
     Rows as JSON           a line of a file -> a row of a batch
     Text in its place      texts and chats -> token ids, as the policy read and wrote them
-    Rows from elsewhere    files and keys of other tools
+    Files of rows          JSONL, what `datasets` reads, and rows that a user's function makes
     Processes and ranks    start, errors, a run that is told to stop, exit
     Logs                   what the user sees, and what a run leaves
     Folders                that are complete or absent; the lock on a run's folder
@@ -30,6 +30,7 @@ sequence, or a padded row; R response places of a padded row; N value bins, or r
 H query heads; K key and value heads; D features per head."""
 
 import atexit
+import base64
 import codecs
 import collections
 import copy
@@ -37,7 +38,6 @@ import errno
 import fcntl
 import functools
 import gc
-import gzip
 import hashlib
 import inspect
 import io
@@ -53,7 +53,7 @@ import sys
 import traceback
 import warnings
 import zlib
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -78,7 +78,7 @@ import transformers
 from huggingface_hub import logging as hub_logging
 from huggingface_hub import snapshot_download
 from pydantic import BaseModel, Field, ValidationError, model_validator
-from pydantic_core import to_jsonable_python
+from pydantic_core import from_json, to_jsonable_python
 from torch.distributed import fsdp
 from torch.distributed.checkpoint import HuggingFaceStorageReader, HuggingFaceStorageWriter
 from torch.distributed.checkpoint.api import CheckpointException
@@ -1545,12 +1545,12 @@ class Rollout(BaseModel, strict=True):
     messages: Chat | None = None
     tools: list[dict] | None = None  # that a chat may call, for the chat template
     prompt_ids: Ids | None = None
-    response: str | list[str] | None = None  # empty: the policy stopped at once; a list: its steps
+    response: str | list[str] | None = None  # empty: the policy stopped at once; or parts
     response_ids: Ids | None = None
     completion: Chat | None = None  # goes on with messages; the assistant's turns are actions
     reward: Number | None = None  # given to the last action
-    rewards: list[Number] | None = None  # one per response token, or per turn, or per step
-    response_mask: list[Flag] | None = None  # which response tokens act
+    rewards: list[Number] | None = None  # one per response token, or per turn, or part that acts
+    response_mask: list[Flag] | None = None  # which response tokens, or which parts, act
     values: list[Number] | None = None  # of response tokens, from the critic at rollout time
     log_probs: list[Number] | None = None  # of response tokens, as the policy drew them
     truth: list[Number | None] | None = None  # what values should be, of response tokens
@@ -1580,30 +1580,25 @@ def read_rows(
     keys=None,
     chat=None,
     last_turn_only=False,
+    convert=None,
 ):
-    """Reads a file of rows (or a list of JSON lines) as one Batch; row_id counts them, from 0.
+    """Reads files of rows (or a list of JSON lines) as one Batch; row_id counts them, from 0.
 
-    model_config: of the model that the rows must fit. flag: what to call the file in an error.
+    model_config: of the model that the rows must fit. flag: what to call the files in an error.
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
-    last_turn_only: a chat's earlier turns are no actions. UserError names the first bad row."""
-    name = "toy" if flag == "--rollouts" else flag
-    folder = ""
-    lines = source
-    if isinstance(source, str):
-        name = f"{flag} {source}"
-        folder = dirname(source)
-        lines = read_file(source, flag)
+    last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. UserError names
+    the first bad row."""
     keys = keys or {}
     reads_images = place_images is not None
     fixed = (tokenizer, turn_ends(tokenizer, model_config), hint_key, chat or {}, reads_images)
 
-    # a fault is named by the line, counted from 1
+    # row by row, so that a fault has its place
     rows = []
     notes = collections.Counter()
-    for number, line in enumerate(progress(lines, "rows", "lines"), 1):
+    for place, folder, raw in raw_rows(source, flag, convert):
         try:
-            for row in rows_of_line(line, keys.get("response")):
+            for row in answers_of(raw, keys.get("response")):
                 rollout = parse_rollout(row, keys, last_turn_only)
                 notes.update(encode_rollout(rollout, row, *fixed))
                 if place_images:
@@ -1614,10 +1609,10 @@ def read_rows(
                 if model_config:
                     check_rows(rows[-1], model_config)
         except UserError as fault:
-            raise UserError(f"{name}:{number}: {fault}") from None
+            raise UserError(f"{place}: {fault}") from None
 
     if not any(row.response_mask.any() for row in rows):
-        raise UserError(f"{name}: no row has an action")
+        raise UserError(f"{flag}: no row has an action")
     if hint_key:
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
     for words, count in notes.items():
@@ -1630,47 +1625,47 @@ def read_rows(
     return rows
 
 
-def rows_of_line(line, response_key=None):
-    """The rows of a JSON line, as objects: none if it is blank, one, or several answers to a
-    prompt: a list of them with a list of rewards, or a pair of a better and a worse one.
+def answers_of(row, response_key=None):
+    """The rows of an object: itself, or several answers to a prompt, which are a list of them with
+    a list of rewards, or a pair: the chosen one has a reward of 1, the rejected one of 0.
 
-    response_key: the only response, if the user names it. UserError: the lists do not fit."""
-    if not line.strip():
-        return []
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return [line]  # parse_rollout says what is wrong
-    if not isinstance(row, dict) or response_key:
+    response_key: the only response, if the user names it. UserError: they do not fit together."""
+    if response_key:
         return [row]
-
     answers = row.get("responses") or row.get("completions")
     rewards = row.get("rewards")
-    if isinstance(answers, list) and isinstance(rewards, list):
-        if len(answers) != len(rewards):
-            raise UserError(f"it has {len(answers)} responses, but {len(rewards)} rewards")
-        prompt = without(row, "responses", "completions", "rewards")
-        return [prompt | {"response": x, "reward": r} for x, r in zip(answers, rewards)]
-
     if row.get("chosen") is not None and row.get("rejected") is not None:
-        return pair_of_rows(row)
-    return [row]
+        row, answers = answers_of_pair(row)
+        rewards = [1.0, 0.0]
+    if not (isinstance(answers, list) and isinstance(rewards, list)):
+        return [row]
+
+    if len(answers) != len(rewards):
+        raise UserError(f"it has {len(answers)} responses, but {len(rewards)} rewards")
+    prompt = without(row, "responses", "completions", "rewards", "chosen", "rejected")
+    return [prompt | {"response": x, "reward": r} for x, r in zip(answers, rewards)]
 
 
-def pair_of_rows(row):
-    """A better answer, with a reward of 1, and a worse one, with 0. Both may be whole chats, which
-    begin alike: there the answers begin where they differ."""
-    prompt = without(row, "chosen", "rejected")
+def answers_of_pair(row):
+    """(a row with the prompt of a pair, its two answers). Both may be whole chats, which begin
+    alike: there the answers begin where they differ. UserError: they are equal."""
     chats = [row["chosen"], row["rejected"]]
-    if all(isinstance(chat, list) for chat in chats):
-        asked = prompt.pop("prompt", None) or prompt.pop("messages", None) or []
-        if isinstance(asked, list):
-            chats = [asked + chat for chat in chats]
-        same = [x for x, y in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(*chats))]
-        chats = [chat[len(same) :] for chat in chats]
-        prompt["messages"] = same or [{"role": "user", "content": asked}]
-    answers = zip(chats, (1.0, 0.0))
-    return [prompt | {"completion": answer, "reward": reward} for answer, reward in answers]
+    if chats[0] == chats[1]:
+        raise UserError("chosen and rejected are equal")
+    messages = [x for chat in chats if isinstance(chat, list) for x in chat]
+    if not messages or not all(isinstance(x, dict) for x in messages):
+        return row, chats
+
+    same = [x for x, y in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(*chats))]
+    asked = row.get("prompt") or row.get("messages") or []
+    if isinstance(asked, str):
+        asked = [{"role": "user", "content": asked}]
+
+    # chats that do not begin with an answer are whole, but may lack the system's message
+    if same and same[0].get("role") != "assistant":
+        asked = [x for x in asked if x.get("role") == "system" and x not in same]
+    answers = [chat[len(same) :] for chat in chats]
+    return without(row, "prompt") | {"messages": asked + same}, answers
 
 
 def without(row, *keys):
@@ -1680,30 +1675,38 @@ def without(row, *keys):
 
 def parse_rollout(row, keys, last_turn_only=False):
     """A JSON object -> Rollout, whose texts have no token ids. UserError says what is wrong."""
-    line = row
-    if isinstance(row, dict):
-        line = json.dumps(in_our_keys(row, keys, last_turn_only))
-    elif not isinstance(row, str | bytes):
-        line = json.dumps(row)
+    line = json.dumps(in_our_keys(row, keys, last_turn_only))
     try:
         return Rollout.model_validate_json(line)
     except ValidationError as error:
         raise UserError(fault_of_row(error, row)) from None
 
 
+SHAPES = {  # a key that tells rows of other tools -> what in tests/shapes.py makes them ours
+    "conversations": "sharegpt",
+    "completion_ids": "prime_rl",
+    "token_ids": "nemo_rl",
+    "labels": "trl_steps",
+    "labeler": "prm800k",
+    "task": "math_shepherd",
+    "correct_answers": "ultrafeedback",
+}
+
+
 def fault_of_row(error, row):
-    """What pydantic finds first in a row, in our words. row: an object, or what else there is."""
+    """What pydantic finds first in a row, in our words."""
     fault = error.errors()[0]
     text = fault["msg"].removeprefix("Value error, ").replace("Input should be", "must be")
     text = re.sub("List should have at least 1 item .*", "must have an entry", text)
-    text = re.sub("Invalid JSON: (.+) at line 1 column", r"is not JSON: \1 at character", text)
     if fault["loc"]:
         return f"{fault['loc'][0]}: {text}, not {json.dumps(fault['input'], default=str):.40}"
-    if isinstance(row, dict):
-        empty = [key for key in row if row[key] is None]
-        if empty:
-            text += f" (null counts as none: {', '.join(empty)})"
-        return f"{text}; its keys are {', '.join(row):.200}"
+
+    empty = [key for key in row if row[key] is None]
+    if empty:
+        text += f" (null counts as none: {', '.join(empty)})"
+    text += f"; its keys are {', '.join(row):.200}"
+    for key in SHAPES.keys() & row.keys():
+        text += f"; with {key!r}, --rows tests/shapes.py:{SHAPES[key]} may read it"
     return text
 
 
@@ -1729,7 +1732,6 @@ def in_our_keys(row, keys, last_turn_only=False):
             raise UserError(f"no {keys[name]!r}, which --{name}-key names, {there}")
 
     # what the user names wins over other keys for the same thing
-    row = from_elsewhere(row)
     unused = {other for names in ALTERNATIVES for other in names if named.keys() & names}
     row = without(row, *unused) | named
 
@@ -1807,8 +1809,14 @@ def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images):
             rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
     if rollout.response_ids:
         return notes
-    if rollout.response is not None:
-        spans = [("".join(rollout.response), True)]
+    if isinstance(rollout.response, list):
+        if len(rollout.response_mask or []) != len(rollout.response):
+            words = "for labels of steps, give --rows tests/shapes.py:steps"
+            raise UserError(f"response: a list of texts needs a response_mask; {words}")
+        spans = list(zip(rollout.response, rollout.response_mask))
+        rollout.response_mask = None
+    elif rollout.response is not None:
+        spans = [(rollout.response, True)]
 
     # a last turn may repeat how the prompt ends, and have a new line behind its own end
     *earlier, (text, acts) = spans
@@ -1838,17 +1846,8 @@ def encode_response(rollout, tokenizer, before, spans, ends):
         if acting:
             last.append(len(ids) - 1)
 
-    # labels of steps: a step is judged at its last token, and nothing else is
-    if isinstance(rollout.response, list) and rollout.rewards is not None:
-        cut = "".join(rollout.response).find(text)  # what the prompt ends with already
-        steps = zip(itertools.accumulate(map(len, rollout.response)), rollout.response)
-        steps = [end - (len(step) - len(step.rstrip(" "))) for end, step in steps]  # " b" is b's
-        steps = [min(end - cut, len(text)) for end in steps]
-        last = places_of(tokenizer, before, text, ids, steps)
-        acts = [place in last for place in range(len(ids))]
-
     # stopping is an action, too: a last turn that was not cut off ends with a token that says so
-    elif acting and not rollout.truncated:
+    if acting and not rollout.truncated:
         end = next(iter(ends), None) if rollout.messages else tokenizer.eos_token_id
         known = tokenizer.added_tokens_decoder if rollout.completion else {}
         ended = span and (span[-1] in ends or (span[-1] in known and known[span[-1]].special))
@@ -1942,7 +1941,7 @@ def encode_behind(tokenizer, before, text):
     encoded with the end of `before`, or with a letter where a token would reach over both, or where
     a special token would swallow its first blanks, as Phi-3's do."""
     found = []
-    for anchor in anchors(before):
+    for anchor in (before[-100:], "\n", "a", "="):
         head = tokenizer.encode(anchor, add_special_tokens=False)
         whole = tokenizer.encode(anchor + text, add_special_tokens=False)
         if head and whole[: len(head)] == head:
@@ -1950,11 +1949,6 @@ def encode_behind(tokenizer, before, text):
             if not text[:1].isspace() or decode(tokenizer, found[-1]).strip(" ") == text.strip(" "):
                 return found[-1]
     return found[0] if found else tokenizer.encode(text, add_special_tokens=False)
-
-
-def anchors(before):
-    """What encode_behind puts before a text that follows `before`, until something fits."""
-    return before[-100:], "\n", "a", "="
 
 
 def decode(tokenizer, ids):
@@ -1967,20 +1961,6 @@ def decode_behind(tokenizer, before, ids):
     head = decode(tokenizer, before[-16:])
     whole = decode(tokenizer, before[-16:] + ids)
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, ids)
-
-
-def places_of(tokenizer, before, text, ids, ends):
-    """Place among a text's ids, from encode_behind, of the token with the letter before each place
-    in `ends`. UserError: a token has two of them."""
-    for anchor in (*anchors(before), ""):
-        whole = tokenizer(anchor + text, add_special_tokens=False, return_offsets_mapping=True)
-        if whole["input_ids"][-len(ids) :] == ids:
-            break
-    starts = [start - len(anchor) for start, _ in whole["offset_mapping"][-len(ids) :]]
-    places = [bisect_left(starts, end) - 1 for end in ends]
-    if len({*places}) < len(places) or min(places) < 0:
-        raise UserError("response: each step must end with a token of its own")
-    return places
 
 
 @functools.cache
@@ -2344,121 +2324,142 @@ def is_image(part):
     return isinstance(part, dict) and part.get("type") in ("image", "image_url")
 
 
-# ---- Rows from elsewhere: files and keys of other tools ------------------------------------------
+# ---- Files of rows: JSONL as it is, all else by `datasets`, other keys by a user's function ------
+
+PACKED = (".gz", ".zst", ".bz2")  # JSONL in these
+TABLES = (".parquet", ".arrow", ".csv")
+HUB_NAME = re.compile(r"(?!.*\.(json|jsonl|gz|zst|bz2)$)[\w-]+/[\w.-]+")
+
+
+def raw_rows(source, flag, convert=None):
+    """Yields (place, folder, row) for each row of files, or of a list of JSON lines: FILE:LINE for
+    messages, the folder that the row's images are relative to, and an object as --rows makes it.
+
+    source: the name of a file, a tuple of them, or lines. flag: what to call it. convert: the
+    FILE.py:FUNCTION of --rows. UserError names the line."""
+    for name, folder, lines in files_of(source, flag):
+        # a fault is named by the line, counted from 1
+        for number, line in enumerate(progress(lines, "rows", "lines"), 1):
+            place = f"{name}:{number}"
+            try:
+                rows = rows_of_line(line, convert) if line.strip() else []
+            except UserError as fault:
+                raise UserError(f"{place}: {fault}") from None
+            for row in rows:
+                yield place, folder, row
+
+
+def files_of(source, flag):
+    """Yields (name for messages, folder, lines) for each file of a source, see raw_rows. A folder
+    of JSONL that is numbered, such as a run's dumps, stands for its files, 2 before 10."""
+    if not isinstance(source, str | tuple):
+        yield "toy" if flag == "--rollouts" else flag, "", source
+        return
+    for path in [source] if isinstance(source, str) else source:
+        numbered = map(str, Path(path).glob("*[0-9].jsonl"))
+        for file in sorted(numbered, key=lambda name: (len(name), name)) or [path]:
+            yield f"{flag} {file}", dirname(file), read_file(file, flag)
+
+
+def rows_of_line(line, convert=None):
+    """The objects of a JSON line: itself, or what the FILE.py:FUNCTION of --rows makes of it, which
+    is a row or a list of rows. UserError: something is no object."""
+    try:
+        rows = [from_json(line)]
+    except ValueError as error:
+        fault = str(error).replace("at line 1 column", "at character")
+        raise UserError(f"is not JSON: {fault}") from None
+
+    # what a function makes, as it would stand in a file
+    words = ""
+    if convert:
+        words = f"--rows {convert}: a row "
+        with blame(f"--rows {convert}"):
+            made = json.loads(json.dumps(import_function("--rows", convert)(*rows)))
+            rows = made if isinstance(made, list) else [made]
+    for row in rows:
+        if not isinstance(row, dict):
+            raise UserError(f"{words}must be an object, not {json.dumps(row):.40}")
+    return rows
 
 
 def read_file(path, flag):
-    """The lines of a file, as UTF-8 bytes. It may be packed (gzip, zstd), one JSON array, parquet,
-    or a data set's folder, as its save_to_disk writes it; the last two need pyarrow. UserError: it
-    cannot be read."""
+    """The lines of a file of JSON, as UTF-8 bytes; it may be packed, or one array. Tables, other
+    folders and names on the hub become such lines. UserError: it cannot be read."""
     with blame(f"{flag} {path}"):
-        if isdir(path):
-            return saved_dataset(path)
-        is_pipe = exists(path) and not isfile(path)
+        is_pipe = exists(path) and not isfile(path) and not isdir(path)
         if is_pipe and (WORLD_SIZE > 1 or flag == "--score"):
             raise ValueError("several ranks, and --score, can read only a file, not a pipe")
-        text = Path(path).read_bytes()
-        if text.startswith(b"\x1f\x8b"):
-            text = gzip.decompress(text)
-        if text.startswith(b"\x28\xb5\x2f\xfd"):
-            import zstandard
 
-            text = zstandard.ZstdDecompressor().decompressobj().decompress(text)
-        if text.startswith(b"PAR1"):
-            import pyarrow.parquet
+        name, *parts = [path] if exists(path) else path.split(":")
+        is_on_hub = not exists(name) and HUB_NAME.fullmatch(name)
+        if isdir(name) or is_on_hub or name.endswith(TABLES):
+            return lines_of_dataset(name, *parts)
+        if path.endswith(PACKED):
+            import pyarrow
 
-            return lines_of_tables(pyarrow.parquet.ParquetFile(io.BytesIO(text)).iter_batches())
+            text = pyarrow.input_stream(path).read()
+        else:
+            text = Path(path).read_bytes()
 
-    # a byte order mark begins a file, or a line where files were joined
-    lines = [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
-    if text.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
-        with suppress(ValueError):  # a line that begins so is named later
-            return [json.dumps(row).encode() for row in json.loads(b"\n".join(lines))]
-    return lines
-
-
-def saved_dataset(path):
-    """The rows of a data set's folder as JSON lines. ValueError: it is another folder."""
-    if exists(f"{path}/dataset_dict.json"):
-        parts = json.loads(Path(path, "dataset_dict.json").read_text())["splits"]
-        raise ValueError(f"it has several data sets; give the folder of one: {', '.join(parts)}")
-    if not exists(f"{path}/state.json"):
-        raise ValueError("it is a folder, and not one that a data set's save_to_disk has written")
-    import pyarrow
-
-    # its files are streams of tables
-    state = json.loads(Path(path, "state.json").read_text())
-    lines = []
-    for file in state["_data_files"]:
-        with pyarrow.ipc.open_stream(f"{path}/{file['filename']}") as tables:
-            lines += lines_of_tables(tables)
-    return lines
+        # a byte order mark begins a file, or a line where files were joined
+        text = text.removeprefix(codecs.BOM_UTF8)
+        if text.lstrip().startswith(b"["):
+            return list(map(json.dumps, json.loads(text)))
+        return [line.removeprefix(codecs.BOM_UTF8) for line in text.splitlines()]
 
 
-def lines_of_tables(tables):
-    """The rows of pyarrow's tables as JSON lines."""
-    rows = itertools.chain.from_iterable(table.to_pylist() for table in tables)
-    return [json.dumps(without_filled(row), default=str).encode() for row in rows]
+def lines_of_dataset(name, *parts):
+    """The rows of a table, a folder, or a data set on the hub as JSON lines.
+
+    parts: (split,) or (configuration, split). ValueError: it has other splits, or several."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(50)  # critical: what it raises is said once
+
+    # of what is here already, nothing is copied to a cache
+    if name.endswith(TABLES):
+        data = datasets.load_dataset(Path(name).suffix[1:], data_files=name, streaming=True)
+    elif exists(f"{name}/state.json") or exists(f"{name}/dataset_dict.json"):
+        data = datasets.load_from_disk(name)
+    else:
+        data = datasets.load_dataset(name, *parts[:-1], streaming=isdir(name))
+
+    if not isinstance(data, dict):
+        data = {"train": data}
+    split, *more = parts[-1:] or data
+    if more or split not in data:
+        words = f"it has the splits {', '.join(data)}; give one, as in {name}:{next(iter(data))}"
+        raise ValueError(words)
+    rows = data[split]
+    if isinstance(rows, datasets.Dataset):
+        rows = rows.to_iterable_dataset()
+    if rows.features:  # CSV has none
+        rows = rows.decode(False)  # images stay files, and JSON stays text
+    return [json.dumps(plain(row, rows.features), default=str) for row in rows]
 
 
-def without_filled(x):
-    """The object without keys that are null, at any depth: a table fills in those that other rows
-    have."""
-    if isinstance(x, dict):
-        return {key: without_filled(y) for key, y in x.items() if y is not None}
-    return [without_filled(y) for y in x] if isinstance(x, list) else x
+def plain(x, feature):
+    """What a table holds -> the same as a JSON line would have it. Keys that are null are left out,
+    because a table fills in those that other rows have; JSON text may have some. feature: its type,
+    of `datasets`."""
+    if x is None:
+        return None
+    if type(feature).__name__ == "Json":
+        return json.loads(x)
+    if isinstance(x, bytes):
+        return x.decode()
+    if isinstance(x, list):
+        return [plain(y, getattr(feature, "feature", None)) for y in x]
 
-
-ROLES = {  # of ShareGPT
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "function_call": "assistant",
-    "observation": "tool",
-    "tool": "tool",
-}
-
-
-def from_elsewhere(row):
-    """A row in the keys of other tools -> in ours, as a new object."""
-    row = dict(row)
-    texts = ("prompt", "messages", "response", "completion")  # next to ids, which say it exactly
-    if row.get("prompt_ids") and row.get("completion_ids"):
-        row = without(row, *texts, "completion_ids", "completion_mask") | {
-            "response_ids": row["completion_ids"],
-            "response_mask": row.get("completion_mask"),
-        }
-
-    # NeMo-RL: the ids of the whole row, of which the mask tells those of the policy
-    ids = row.get("token_ids")
-    mask = row.get("token_loss_mask")
-    if isinstance(ids, list) and isinstance(mask, list) and 1 in mask:
-        first = mask.index(1)
-        row = without(row, *texts) | {"prompt_ids": ids[:first], "response_ids": ids[first:]}
-        row["response_mask"] = mask[first:]
-
-    # ShareGPT: a chat under other names
-    chat = row.get("conversations")
-    if isinstance(chat, list) and row.get("messages") is None:
-        row["messages"] = []
-        if row.get("system"):
-            row["messages"].append({"role": "system", "content": row["system"]})
-        for message in chat:
-            if isinstance(message, dict) and "from" in message:
-                if message["from"] not in ROLES:
-                    words = f"from {message['from']!r:.40} is none of {', '.join(ROLES)}"
-                    raise UserError(f"conversations: {words}")
-                message = {"role": ROLES[message["from"]], "content": message.get("value")}
-            row["messages"].append(message)
-
-    # TRL: steps with a label each
-    steps = row.get("completions")
-    labels = row.get("labels")
-    if isinstance(steps, list) and isinstance(labels, list):
-        row |= {"response": [f"{step}\n" for step in steps], "rewards": labels}
-    return row
+    # an image is a file or a data URL
+    if isinstance(x, dict) and x.keys() == {"bytes", "path"}:
+        data = x["bytes"]
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}" if data else x["path"]
+    if isinstance(feature, dict):
+        return {key: plain(y, feature[key]) for key, y in x.items() if y is not None}
+    return x
 
 
 # ---- Processes and ranks: how they start, fail, stop and end -------------------------------------
@@ -2824,6 +2825,7 @@ class Logger:
             )
 
 
+@functools.cache
 def import_function(flag, name):
     """FUNCTION of FILE.py, a user's file that runs in this process, next to its neighbours.
     UserError: the file or the name is wrong."""
@@ -4200,12 +4202,13 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     return ends
 
 
-def write_scores(path, out_dir, rows, tokenizer, gamma, response_key=None):
-    """Writes a file's rows, with their values, to out_dir/scored.jsonl; adds a report. rows: what
-    read_rows has made of the file with this --response-key, with values."""
+def write_scores(source, out_dir, rows, tokenizer, gamma, response_key=None, convert=None):
+    """Writes the rows of files, with their values, to out_dir/scored.jsonl; adds a report. rows:
+    what read_rows has made of the files with this --response-key and --rows, with values."""
     if RANK:
         return
-    lines = [row for line in read_file(path, "--score") for row in rows_of_line(line, response_key)]
+    raw = raw_rows(source, "--score", convert)
+    lines = (row for _, _, one in raw for row in answers_of(one, response_key))
     replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
@@ -4222,12 +4225,12 @@ def scored(lines, rows):
 
     for line, last, rank, values, mask in zip(lines, last_B.tolist(), ranks, values_B, mask_B):
         line |= {"last_value": last, "rank": rank}
-        if isinstance(line.get("response"), list) or "labels" in line:
+        acts = line.get("response_mask")
+        if acts and isinstance(line.get("response"), list):
             yield line | {"step_values": values[mask].tolist()}
             continue
 
         # of the response's tokens, the first of which acts if nothing else is said
-        acts = line.get("response_mask") or line.get("completion_mask")
         n = len(acts or mask[int(mask.int().argmax()) :])
         line["values"] = values[-n:].tolist()
         if not acts and not mask[-n:].all():

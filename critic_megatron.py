@@ -45,6 +45,7 @@ from pydantic import Field, PositiveFloat
 # ---- Config --------------------------------------------------------------------------------------
 
 Text = Annotated[str, Field(min_length=1)]  # a shell's unset variable gives ""
+Files = Text | Annotated[tuple[Text, ...], Field(min_length=1)]  # one or several
 Count = Annotated[int, Field(ge=0, le=10**9)]
 Positive = Annotated[int, Field(gt=0, le=10**9)]
 Seed = Annotated[int, Field(ge=0, lt=2**62)]
@@ -164,10 +165,13 @@ class Run:
 
     # ---- rows
 
-    rollouts: Text | None = None  # JSONL file to train on (None: the built-in toy task)
-    eval_rollouts: Text | None = None  # to evaluate on (None: no evaluation; the toy has its own)
-    # no training: writes this file with values to out_dir/scored.jsonl
-    score: Text | None = None
+    # to train on: JSONL, parquet, a folder, a name on the hub, or several (None: the toy task)
+    rollouts: Files | None = None
+    eval_rollouts: Files | None = None  # to evaluate on (None: no evaluation; the toy has its own)
+    # no training: writes these rows with values to out_dir/scored.jsonl
+    score: Files | None = None
+    # FILE.py:FUNCTION(row) -> a row with our keys, or a list of them; see tests/shapes.py
+    rows: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below
     response_key: Text | None = None
@@ -1503,7 +1507,7 @@ def main(run):
 
         if run.score:
             train.values = common.compute_together(worker, train)
-            reader = (worker.tokenizer, run.gamma, run.response_key)
+            reader = (worker.tokenizer, run.gamma, run.response_key, run.rows)
             common.write_scores(run.score, run.out_dir, train, *reader)
             return
 
@@ -1528,6 +1532,7 @@ def row_reader(run, worker):
         "keys": {"prompt": run.prompt_key, "response": run.response_key, "reward": run.reward_key},
         "chat": common.json_object("--chat-template-kwargs", run.chat_template_kwargs),
         "last_turn_only": run.last_turn_only,
+        "convert": run.rows,
     }
     return partial(common.read_rows, **options)
 

@@ -84,7 +84,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 import common
 import critic_fsdp
 from common import RANK, WORLD_SIZE, Batch, Stop, UserError, blame, of_all_ranks, print0, progress
-from critic_fsdp import Count, Fraction, Positive, Rate, Seed, Text
+from critic_fsdp import Count, Files, Fraction, Positive, Rate, Seed, Text
 
 # ---- Config --------------------------------------------------------------------------------------
 
@@ -173,9 +173,11 @@ class Run:
 
     # ---- task
 
-    prompts: Text | None = None  # JSONL to train on (None: the built-in addition task)
-    # JSONL to evaluate on (None: no evaluation; addition has its own)
-    eval_prompts: Text | None = None
+    # to train on: JSONL, parquet, a folder, a name on the hub, or several (None: addition)
+    prompts: Files | None = None
+    eval_prompts: Files | None = None  # to evaluate on (None: no evaluation; addition has its own)
+    # FILE.py:FUNCTION(row) -> a row with the keys below, or a list of them
+    rows: Text | None = None
     prompt_key: Text = "prompt"  # JSONL key of the prompt: text, or a list of chat messages
     # JSONL key of the reference answer, which reward functions receive; in all keys, a.b is key b
     # within a
@@ -1307,26 +1309,16 @@ def addition_rows(n, seed, held_out=False):
 
 
 def load_prompts(source, flag, run, tokenizer, images=None):
-    """Reads prompts from a JSONL file or its lines, but no long ones. UserError: a bad row."""
-    # what messages call the source, and a row of it
-    name = flag
-    folder = ""
-    if isinstance(source, str):
-        name = f"{flag} {source}"
-        folder = os.path.dirname(source)
-        source = common.read_file(source, flag)
+    """Reads prompts from files or JSON lines, but no long ones. UserError: a bad row."""
     asked = f"--prompt-key {run.prompt_key}"
     if run.chat:
         asked += " --chat"
 
-    # one row a line
     prompts = []
     too_long = 0
-    for number, line in enumerate(progress(source, "prompts", "lines"), 1):
-        if not line.strip():
-            continue
-        with blame(f"{name}:{number}: unusable, with {asked}"):
-            prompt = read_prompt(line, run, tokenizer, images, folder)
+    for place, folder, row in common.raw_rows(source, flag, run.rows):
+        with blame(f"{place}: unusable, with {asked}"):
+            prompt = read_prompt(row, run, tokenizer, images, folder)
         if len(prompt.ids) <= run.max_prompt_length:
             prompts.append(prompt)
         else:
@@ -1334,19 +1326,18 @@ def load_prompts(source, flag, run, tokenizer, images=None):
 
     # say what is left
     if too_long:
-        print0(f"{name}: left out {too_long} prompts longer than --max-prompt-length")
+        print0(f"{flag}: left out {too_long} prompts longer than --max-prompt-length")
     if not prompts:
-        raise UserError(f"{name}: no usable prompt")
+        raise UserError(f"{flag}: no usable prompt")
     if run.privileged_key:
         start = tokenizer.decode(prompts[0].critic_ids)[:200]
         print0(f"hint       {start!r} is what the critic reads first")
     return prompts
 
 
-def read_prompt(line, run, tokenizer, images=None, folder=""):
-    """One JSON line -> Prompt. ValueError, or an error of the tokenizer: it is unusable. folder: of
+def read_prompt(row, run, tokenizer, images=None, folder=""):
+    """JSON object -> Prompt. ValueError, or an error of the tokenizer: it is unusable. folder: of
     files with images."""
-    row = json.loads(line)
     text = common.look_up(row, run.prompt_key)
     answer = common.look_up(row, run.answer_key)
 

@@ -46,13 +46,14 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     assert [p.text for p in load(*rows, max_prompt_length=5)] == ["aaa", "aaaaa"]
     assert "left out 2 prompts longer than --max-prompt-length" in capsys.readouterr().out
     for fault, fields in (
-        (": no usable", {"max_prompt_length": 2}),
         (":1: .*--reward addition cannot check the answer", {"reward": "addition"}),
         (":1: .*'why', which --privileged-key names", {"privileged_key": "why"}),
         (":1: .*must be text", {"chat": True, "prompt_key": "n"}),
     ):
         with pytest.raises(UserError, match=f"--prompts .*prompts.jsonl{fault}"):
             load(*rows, **fields)
+    with pytest.raises(UserError, match="--prompts: no usable"):
+        load(*rows, max_prompt_length=2)
 
 
 @pytest.mark.parametrize("row", (

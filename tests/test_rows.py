@@ -417,7 +417,7 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
 def test_a_file_in_utf_16_is_refused(tmp_path):
     line = json.dumps(GOOD | {"prompt": "1+1="})
     (tmp_path / "rows.jsonl").write_text(f"{line}\n{line}\n", "utf-16")
-    with refused("JSON", begin=f"--rollouts {tmp_path}/rows.jsonl:2: "):
+    with refused("JSON", begin=f"--rollouts {tmp_path}/rows.jsonl:1: "):
         common.read_rows(str(tmp_path / "rows.jsonl"), a_tokenizer())
 
 

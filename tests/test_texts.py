@@ -6,6 +6,7 @@ import sys
 from datetime import datetime
 
 import pytest
+import shapes
 import tokenizers
 from helpers import refused, run, succeeded
 from ppo_helpers import a_run, a_task
@@ -101,6 +102,22 @@ def test_a_token_never_reaches_over_both(kind, prompt, response):
     expected = tokenizer.encode(prompt) + tokenizer.convert_tokens_to_ids(letters)
     rows = ids_of_row(tokenizer, prompt=prompt, response=response)
     assert rows.input_ids.tolist() == [*expected, tokenizer.eos_token_id]
+
+
+@EACH_KIND
+@pytest.mark.parametrize("end", ["", " ", "\n", "\n\n", " \n"])
+def test_the_value_of_a_step_has_read_all_of_it_and_nothing_behind_it(kind, end):
+    """A value is read before its token, which here begins behind the step's last letter."""
+    tokenizer = KINDS[kind]
+    steps = [f"2+2 is 4{end}", f"44 is no 4{end}", f"2 is 2{end}"]
+    row = shapes.labelled("2+2=", steps, [1, 0, 1])
+    rows = ids_of_row(tokenizer, **row, reward=None)
+    ids = rows.input_ids.tolist()
+    read = [tokenizer.decode(ids[1:t]) for t in rows.response_mask.nonzero()[:, 0].tolist()]
+    steps = [step.strip() for step in steps]
+    texts = ["2+2=" + "\n".join(steps[: n + 1]) for n in range(3)]
+    assert [text.replace(" ", "") for text in read] == [text.replace(" ", "") for text in texts]
+    assert rows.token_level_rewards[rows.response_mask].tolist() == [1, 0, 1]
 
 
 @EACH_KIND

@@ -8,6 +8,8 @@ import json
 import pathlib
 import types
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 import torch
 import torch.distributed as dist
@@ -285,6 +287,20 @@ def read(w, path, **options):
     image_processor = critic_fsdp.load_image_processor(w.config, w.model_config)
     place = functools.partial(critic_fsdp.place_images, image_processor, IMAGE)
     return common.read_rows(str(path), w.tokenizer, w.model_config, place_images=place, **options)
+
+
+def test_images_in_a_table_are_those_of_their_files(rollouts):
+    """A data set has the bytes of an image where a file of JSONL has its name."""
+    rows = common.read_lines(rollouts)[:2]
+    data = (rollouts.parent / "pictures" / "a.png").read_bytes()
+    rows[0]["images"] = [{"bytes": data, "path": "a.png"}]
+    table = rollouts.parent / "rows.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), table)
+
+    w = worker(model=PRESETS[0])
+    of_table, of_files = read(w, table), read(w, rollouts).select([0, 1])
+    assert torch.equal(of_table.input_ids, of_files.input_ids)
+    assert torch.equal(w.compute_values(of_table), w.compute_values(of_files))
 
 
 @pytest.mark.parametrize("name", PRESETS)

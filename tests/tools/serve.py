@@ -61,7 +61,9 @@ def answer(line, worker, read, run):
     try:
         rows = read([line.strip()], flag="--score")
         rows.values = worker.compute_values(rows)
-        return [*common.scored(common.rows_of_line(line, run.response_key), rows)]
+        raw = common.raw_rows([line], "--score", run.rows)
+        lines = [row for _, _, one in raw for row in common.answers_of(one, run.response_key)]
+        return [*common.scored(lines, rows)]
     except UserError as fault:
         return [{"error": str(fault).removeprefix("--score:1: ")}]
 
