@@ -668,38 +668,19 @@ def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
 
 def skip_without_packages(line):
     """Skips if what the line imports is not installed: the project itself does not need it."""
-    needs = {"datasets": "datasets", "trackio": "tbparse", "wandb": "wandb", "pandas": "pandas"}
+    needs = {"trackio": "tbparse", "wandb": "wandb", "pandas": "pandas"}
     for package, module in needs.items():
         if package in line:
             pytest.importorskip(module)
 
 
-LABELLED = {"prompt": "1+1=", "response": ["1 and 1\n", "is 2\n"], "rewards": [1, 0]}
-SHEPHERD = {
-    "prompt": "1+1=",
-    "response": ["Step 1: 1 and 1 ", "\nStep 2: is 2 "],
-    "rewards": [1, 0],
-}
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])
-def test_files_of_other_kinds_become_rows(line, tmp_path):
-    """A folder that load_dataset reads as it reads the hub, and labels of steps."""
-    skip_without_packages(line)
-    rows = common.read_lines(ROOT / "tests" / "rows.jsonl")[:8]
-    (tmp_path / "OWNER" / "NAME").mkdir(parents=True)
-    (tmp_path / "OWNER" / "NAME" / "train.json").write_text(json.dumps(rows))
-    for name in ("prm800k.jsonl", "math_shepherd.jsonl"):
-        shutil.copy(ROOT / "tests" / "shapes" / name, tmp_path)
-
-    command = line.replace("python3", sys.executable)
-    succeeded(run("bash", "-c", command, cwd=tmp_path, HF_HOME=str(tmp_path), HF_HUB_OFFLINE="1"))
-    if "prm800k" in line:
-        rows = [LABELLED]
-    if "shepherd" in line:
-        rows = [SHEPHERD]
-    (made,) = tmp_path.glob("rows.*")
-    assert list(map(json.loads, common.read_file(str(made), "--rollouts"))) == rows
+def test_rows_of_other_tools_are_trained_on(line, tmp_path):
+    (tmp_path / "tests").symlink_to(ROOT / "tests")
+    words = shlex.split(line)
+    said = succeeded(run(sys.executable, ROOT / words[1], *words[2:], cwd=tmp_path))
+    assert "'1+1=Step 1: 1 and 1' -> '\\n' <- 'Step 2: is 2' -> '\\n'" in said
 
 
 HOLDS_BACK = """import atexit
