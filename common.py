@@ -1521,8 +1521,8 @@ def blocks_of_rows(pack, rank, ranks):
 # ---- Rows as JSON, one per line ------------------------------------------------------------------
 # read_rows makes a Batch of a user's file for a critic. What the critic reads must be what the
 # policy read and wrote, and three thoughts see to it: text is encoded in its place, because many
-# tokenizers read it in another way where a row begins; a chat is rendered once, and the turns of
-# the assistant are found in it; and the user sees the first row as the model reads it.
+# tokenizers read it in another way where a row begins; a turn of a chat stands behind the prompt
+# that the template makes for it; and the user sees the first row as the model reads it.
 
 # float32 can hold the square
 Number = Annotated[float, Field(ge=-1e15, le=1e15, allow_inf_nan=False)] | bool
@@ -1557,6 +1557,8 @@ class Rollout(BaseModel, strict=True):
     truth_noise: list[Number | None] | None = None  # the variance of these, if they are estimates
     truncated: bool | None = None  # the response hit the length limit
     images: list[str] | None = None  # files, relative to the JSONL, or data URLs
+    episode: str | int | float | None = None  # rows with the same one are its segments
+    segment: int | float | None = None  # by which these are ordered; None: as in the file
 
     @model_validator(mode="after")
     def one_of_each(self):
@@ -1581,43 +1583,54 @@ def read_rows(
     chat=None,
     last_turn_only=False,
     convert=None,
+    sources=None,
 ):
-    """Reads files of rows (or a list of JSON lines) as one Batch; row_id counts them, from 0.
+    """Reads files of rows (or a list of JSON lines) as one Batch. row_id counts them, from 0; the
+    segments of an episode follow each other, in their order.
+
 
     model_config: of the model that the rows must fit. flag: what to call the files in an error.
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
-    last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. UserError names
-    the first bad row."""
+    last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. sources: a list
+    that gets, for each row, the number of its object among those of answers_of. UserError names the
+    first bad row."""
     keys = keys or {}
-    reads_images = place_images is not None
-    fixed = (tokenizer, turn_ends(tokenizer, model_config), hint_key, chat or {}, reads_images)
+    ends = turn_ends(tokenizer, model_config)
+    fixed = (tokenizer, ends, hint_key, chat or {}, place_images is not None, last_turn_only)
 
     # row by row, so that a fault has its place
-    rows = []
+    numbers = itertools.count()
+    seen = {}  # (episode, segment) -> number of its object
+    found = []  # (episode, segment, number of its object, Batch) of each row
     notes = collections.Counter()
     for place, folder, raw in raw_rows(source, flag, convert):
         try:
-            for row in answers_of(raw, keys.get("response")):
-                rollout = parse_rollout(row, keys, last_turn_only)
-                notes.update(encode_rollout(rollout, row, *fixed))
-                if place_images:
-                    place_images(rollout, folder)
-                elif rollout.images:
-                    raise UserError("it has images, but this model reads text only")
-                rows.append(batch_of_one(rollout, len(rows)))
-                if model_config:
-                    check_rows(rows[-1], model_config)
+            for row in answers_of(raw, keys, place):
+                index = next(numbers)
+                rollouts, said = encode_rollout(parse_rollout(row, keys), row, *fixed)
+                notes.update(said)
+                for rollout in rollouts:
+                    name = (rollout.episode, rollout.segment)
+                    if None not in name and seen.setdefault(name, index) != index:
+                        raise UserError("episode {!r} has two segments {}".format(*name))
+                    if place_images:
+                        place_images(rollout, folder)
+                    elif rollout.images:
+                        raise UserError("it has images, but this model reads text only")
+                    found.append((*name, index, batch_of_one(rollout, index)))
+                    if model_config:
+                        check_rows(found[-1][-1], model_config)
         except UserError as fault:
             raise UserError(f"{place}: {fault}") from None
 
-    if not any(row.response_mask.any() for row in rows):
+    if not any(row.response_mask.any() for *_, row in found):
         raise UserError(f"{flag}: no row has an action")
+    rows = in_order(found, sources)
     if hint_key:
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
     for words, count in notes.items():
         print0(f"note       {count:,} of {len(rows):,} rows: {words}")
-    rows = concat(rows)
     if rows.truth[rows.response_mask].isnan().all():
         rows = replace(rows, truth=None, truth_noise=None)
     if rows.rollout_log_probs[rows.response_mask].isnan().any():
@@ -1625,12 +1638,36 @@ def read_rows(
     return rows
 
 
-def answers_of(row, response_key=None):
-    """The rows of an object: itself, or several answers to a prompt, which are a list of them with
-    a list of rewards, or a pair: the chosen one has a reward of 1, the rejected one of 0.
+def in_order(found, sources):
+    """The rows that read_rows has found, as a Batch: episodes in the order of their first lines,
+    and the rows of each in that of their segments. sources: see read_rows."""
+    first = {}  # name of an episode -> number of its first object
+    rows = []
+    for episode, segment, index, row in found:
+        name = index if episode is None else (episode,)
+        rows.append((first.setdefault(name, index), segment or 0, index, row))
+    rows.sort(key=lambda row: row[:3])
+    episode_B, _, indices, rows = zip(*rows)
 
-    response_key: the only response, if the user names it. UserError: they do not fit together."""
-    if response_key:
+    if sources is not None:
+        sources += indices
+    rows = replace(concat(rows), row_id=torch.arange(len(rows)))
+    if len(first) < len(rows):
+        episode_B = torch.tensor(episode_B)
+        rows.episode = torch.searchsorted(episode_B, episode_B)  # the place of its first row
+    return rows
+
+
+def answers_of(row, keys, place=""):
+    """The rows of an object: itself, the segments of an episode, or several answers to a prompt,
+    which are a list of them with a list of rewards, or a pair: the chosen one has a reward of 1,
+    the rejected one of 0.
+
+    keys: see in_our_keys; a response that the user names is the only one. place: of the object.
+    UserError: they do not fit together."""
+    if row.get("segments") is not None:
+        return segments_of_row(row, keys.get("reward") or "reward", place)
+    if keys.get("response"):
         return [row]
     answers = row.get("responses") or row.get("completions")
     rewards = row.get("rewards")
@@ -1668,14 +1705,31 @@ def answers_of_pair(row):
     return without(row, "prompt") | {"messages": asked + same}, answers
 
 
+def segments_of_row(row, reward_key, name):
+    """The segments of an episode that stands in one line, each with what else the line has, but for
+    a reward, which is that of the last one. name: of the episode, if the line has none.
+
+    UserError: they are no objects, or the last one has two rewards."""
+    if not row["segments"] or not are_objects(row["segments"]):
+        raise UserError("segments: must be a list of objects, each with a prompt and a response")
+    shared = {"episode": name} | without(row, "segments")
+    rows = [shared | x | {reward_key: look_up(x, reward_key)} for x in row["segments"]]
+    whole = look_up(row, reward_key)
+    if whole is not None:
+        if rows[-1][reward_key] is not None:
+            raise UserError("segments: the line has a reward, and its last segment; add them up")
+        rows[-1][reward_key] = whole
+    return rows
+
+
 def without(row, *keys):
     """A copy of an object without these keys."""
     return {key: x for key, x in row.items() if key not in keys}
 
 
-def parse_rollout(row, keys, last_turn_only=False):
+def parse_rollout(row, keys):
     """A JSON object -> Rollout, whose texts have no token ids. UserError says what is wrong."""
-    line = json.dumps(in_our_keys(row, keys, last_turn_only))
+    line = json.dumps(in_our_keys(row, keys))
     try:
         return Rollout.model_validate_json(line)
     except ValidationError as error:
@@ -1721,7 +1775,7 @@ def look_up(row, key, default=None):
     return row
 
 
-def in_our_keys(row, keys, last_turn_only=False):
+def in_our_keys(row, keys):
     """A row as other tools write it, in the keys of Rollout. keys: {"prompt": "question"} and the
     like say where the user wants prompt, response and reward from. UserError: there is nothing."""
     keys = {name: key for name, key in keys.items() if key}
@@ -1742,7 +1796,11 @@ def in_our_keys(row, keys, last_turn_only=False):
     if row.get("response") is None and row.get("response_ids") is None:
         row["response"] = completion
     row["tools"] = tools_of(row)
-    return answers_in_chat(row, last_turn_only)
+
+    # a segment may earn nothing
+    if row.get("episode") is not None and row.get("rewards") is None:
+        row["reward"] = row.get("reward") or 0.0
+    return answers_in_chat(row)
 
 
 def tools_of(row):
@@ -1753,16 +1811,16 @@ def tools_of(row):
     return tools or None
 
 
-def answers_in_chat(row, last_turn_only=False):
+def answers_in_chat(row):
     """The row with a `completion`, if the answer is messages: its own, or, of a chat without a
     response, all from the assistant's first one on."""
     answer = row.get("response")
     if isinstance(answer, dict):
         answer = [answer]
-    if isinstance(answer, list) and all(isinstance(message, dict) for message in answer):
+    if are_objects(answer):
         row = row | {"completion": answer, "response": None}
     messages = row.get("messages")
-    if not isinstance(messages, list) or not all(isinstance(message, dict) for message in messages):
+    if not are_objects(messages):
         return row
 
     # a chat that has its answers in it; a greeting before the first question is none
@@ -1772,62 +1830,64 @@ def answers_in_chat(row, last_turn_only=False):
     if not has_answer and "assistant" in roles[asked + 1 :] and roles[-1] not in ("user", "system"):
         first = roles.index("assistant", asked + 1)
         row = row | {"messages": messages[:first], "completion": messages[first:]}
-
-    # with --last-turn-only, earlier turns belong to the prompt
-    rest = row.get("completion")
-    if last_turn_only and rest:
-        turns = [n for n, message in enumerate(rest) if message.get("role") == "assistant"]
-        last = max(turns, default=0)
-        row = row | {"messages": row["messages"] + rest[:last], "completion": rest[last:]}
     return row
 
 
-def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images):
-    """Gives a Rollout the ids of its texts -> a list of what the user should know of it.
+def are_objects(x):
+    """Whether it is a list of objects, such as a chat."""
+    return isinstance(x, list) and all(isinstance(y, dict) for y in x)
+
+
+def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images, last_turn_only):
+    """Gives a Rollout the ids of its texts -> ([it, or, of a chat whose prompts do not go on from
+    each other, one Rollout for each segment], a list of what the user should know of them).
 
     row: its JSON object. ends: see turn_ends. hint_key: see hint_of. chat: more arguments of the
     chat template. UserError: a text cannot be encoded."""
     hint = hint_of(row, hint_key)
     if tokenizer is None and (hint or not (rollout.prompt_ids and rollout.response_ids)):
         raise UserError("it is text, but there is no tokenizer to encode it; give --tokenizer")
-
-    # the prompt, and behind it what the policy wrote, and others
     notes = []
-    spans = []
-    before = rollout.prompt
-    if rollout.messages:
-        chat = chat | {"tools": rollout.tools}
-        before, spans = texts_of_chat(rollout, tokenizer, ends, chat, reads_images)
-        rollout.prompt_ids = encode_prompt(tokenizer, before, hint, is_chat=True)
-        if writes_date(tokenizer):
-            notes.append(DATED)
-    elif rollout.prompt:
-        rollout.prompt_ids = encode_prompt(tokenizer, before, hint)
-    elif tokenizer:
-        before = decode(tokenizer, rollout.prompt_ids[-16:])
-        if hint:
-            rollout.prompt_ids = hint_before_ids(tokenizer, rollout.prompt_ids, hint)
-    if rollout.response_ids:
-        return notes
+    chat = chat | {"tools": rollout.tools}
+
+    # the text of a prompt, and behind it what the policy wrote, and others
+    prompt = rollout.prompt
+    if rollout.messages and not rollout.completion:
+        prompt = chat_text(tokenizer, text_messages(rollout.messages, reads_images), **chat)
+    spans = [(rollout.response or "", True)]
     if isinstance(rollout.response, list):
         if len(rollout.response_mask or []) != len(rollout.response):
             words = "for labels of steps, give --rows tests/shapes.py:steps"
             raise UserError(f"response: a list of texts needs a response_mask; {words}")
         spans = list(zip(rollout.response, rollout.response_mask))
         rollout.response_mask = None
-    elif rollout.response is not None:
-        spans = [(rollout.response, True)]
+    segments = [(rollout, prompt, spans)]
+    if rollout.completion:
+        segments = segments_of_chat(rollout, tokenizer, ends, chat, reads_images, last_turn_only)
 
-    # a last turn may repeat how the prompt ends, and have a new line behind its own end
-    *earlier, (text, acts) = spans
-    if acts:
-        if text.rstrip().endswith(tuple(ends.values())):
-            text = text.rstrip()
-        begun = before + "".join(text for text, _ in earlier)
-        text, note = behind_thought(begun, text)
-        notes += [note] if note else []
-    encode_response(rollout, tokenizer, before, [*earlier, (text, acts)], ends)
-    return notes
+    for segment, before, spans in segments:
+        if before:
+            is_chat = bool(rollout.messages)
+            segment.prompt_ids = encode_prompt(tokenizer, before, hint, is_chat)
+            if is_chat and writes_date(tokenizer):
+                notes.append(DATED)
+        elif tokenizer:
+            before = decode(tokenizer, segment.prompt_ids[-16:])
+            if hint:
+                segment.prompt_ids = hint_before_ids(tokenizer, segment.prompt_ids, hint)
+        if segment.response_ids:
+            continue
+
+        # a last turn may repeat how the prompt ends, and have a new line behind its own end
+        *earlier, (text, acts) = spans
+        if acts:
+            if text.rstrip().endswith(tuple(ends.values())):
+                text = text.rstrip()
+            begun = before + "".join(text for text, _ in earlier)
+            text, note = behind_thought(begun, text)
+            notes += [note] if note else []
+        encode_response(segment, tokenizer, before, [*earlier, (text, acts)], ends)
+    return [segment for segment, *_ in segments], notes
 
 
 def encode_response(rollout, tokenizer, before, spans, ends):
@@ -1926,11 +1986,12 @@ def row_as_read(ids, acts, tokenizer):
 # ---- Text in its place: token ids of prompts, chats and responses --------------------------------
 
 HINT = "For the critic only: {}\n"  # what the critic reads before the prompt, with --privileged-key
+ACTS = ("weight", "trainable", "loss")  # keys of a message that is no action if one is 0 or false
 BEYOND_TEXT = ("tool_calls", "function_call", "reasoning", "reasoning_content", "thinking")
 OPENS = r"<[\w:|]*think[\w:|]*>|\[THINK\]"
 CLOSES = OPENS.replace("<", "</").replace(r"\[", r"\[/")
 THOUGHT = re.compile(rf"((?:(?:{OPENS})\s*)?(?:{CLOSES})|{OPENS})(\s*)$", re.IGNORECASE)
-NO_THOUGHT = re.compile(r"<think>\n*</think>\n*")
+NO_THOUGHT = re.compile(r"^<think>\n*</think>\n*")
 DATED = "the chat template writes today's date, which --chat-template-kwargs may set"
 
 
@@ -2062,90 +2123,132 @@ def writes_date(tokenizer):
     return "strftime_now" in str(tokenizer.chat_template)
 
 
-def texts_of_chat(rollout, tokenizer, ends, options, images=False):
-    """(the text of a chat's prompt, [(text behind it, whether the policy wrote it), ...]).
+def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_only=False):
+    """A chat with its answers as segments of an episode: [(its Rollout, the text of its prompt,
+    [(a text behind it, whether the policy wrote it), ...]), ...].
 
-    Each turn of the assistant in the completion is an action, as the whole chat shows it.
-    ends: see turn_ends. options: of the template. UserError: a turn's own text is not known."""
-    messages = text_messages(rollout.messages + (rollout.completion or []), images)
+    Each turn of the assistant in the completion is an action, unless its message says otherwise. It
+    stands behind the prompt that the template makes of the messages before it. ends: see turn_ends.
+    options: of the template. UserError: what the policy wrote is not known."""
+    messages = text_messages(rollout.messages + rollout.completion, images)
     first = len(rollout.messages)
     turns = [n for n in range(first, len(messages)) if messages[n]["role"] == "assistant"]
     if not turns:
-        if rollout.completion:
-            raise UserError("completion: it has no message of the assistant")
-        return chat_text(tokenizer, messages, **options), []
+        raise UserError("completion: it has no message of the assistant")
+    acting = [n for n in turns if all(messages[n].get(key) != 0 for key in ACTS)]
+    turns = acting or turns[-1:]
+    if last_turn_only:
+        turns = turns[-1:]
+    is_per_turn = len(rollout.rewards or []) == len(turns)
 
-    # the whole chat, once; a last turn that it does not show as it is, is known as text
-    start_of = lambda n: chat_text(tokenizer, messages[:n], begin=n > first, **options)
-    whole = chat_text(tokenizer, messages, complete=True, **options)
-    last = messages[-1]
-    is_text = turns[-1] == len(messages) - 1 and not any(map(last.get, BEYOND_TEXT))
-    if is_text:
-        start = start_of(turns[-1])
-        turn = whole.removeprefix(start)
-        lead = turn[: turn.find(content_of(last))]
-        written = not lead.strip() or any(map(lead.__contains__, tokenizer.get_added_vocab()))
-        if turn == whole or content_of(last) not in turn or not written or NO_THOUGHT.search(lead):
-            whole = start
-        is_text = whole == start
+    # what the policy read before each turn; its end begins an answer, where a template has that
+    through = lambda n: chat_text(tokenizer, messages[:n], complete=True, **options)
+    prompts = [chat_text(tokenizer, messages[:n], begin=n > first, **options) for n in turns]
+    header = THOUGHT.sub("", prompts[0].removeprefix(through(turns[0])))
 
-    # each turn, and what stands before it
-    done = 0
-    spans = []
-    for n in turns:
-        start = start_of(n)
-        if is_text and n == turns[-1]:
-            turn = content_of(last)
-        else:
-            through = chat_text(tokenizer, messages[: n + 1], complete=True, **options)
-            turn = turn_as_shown(messages[n], n + 1, start, through, whole, ends)
+    # a turn goes on in the row of the one before, or begins a new segment
+    segments = []
+    so_far = None
+    for i, (n, prompt, following) in enumerate(zip(turns, prompts, [*prompts[1:], ""])):
+        texts = (prompt, through(n + 1), following)
+        turn = turn_as_written(messages[n], n + 1, *texts, header, ends)
         if rollout.truncated and n == turns[-1]:
             turn = functools.reduce(str.removesuffix, ends.values(), turn)
-        spans += [(start[done:], False), (turn, True)]
-        done = len(start) + len(turn)
-    (before, _), *spans = spans
-    return before, spans
+
+        between = read_since(so_far, prompt)
+        if between is None:
+            segment = rollout.model_copy(update={"rewards": []} if is_per_turn else {})
+            spans = []
+            segments.append((segment, prompt, spans))
+        else:
+            spans.append((between, False))
+        spans.append((turn, bool(acting)))
+        so_far = prompt + turn
+
+        # its own share of what the chat has
+        if is_per_turn:
+            segment.rewards.append(rollout.rewards[i])
+        if rollout.images:
+            later = sum(map(images_in, messages[n:]))
+            segment.images = rollout.images[: len(rollout.images) - later]
+
+    # only the last segment ends the episode
+    for segment, *_ in segments[:-1]:
+        segment.truncated = False
+        segment.reward = None if rollout.reward is None else 0.0
+    return segments
 
 
-def turn_as_shown(message, number, start, through, whole, ends):
-    """The text of an assistant's turn, with the token that ends it, as the whole chat shows it.
+def read_since(so_far, prompt):
+    """The one rule by which turns become rows: the text that the policy has read since its last
+    turn, or None if its next turn is a new segment of the episode.
 
-    start, through: the chat up to this message, and with it. UserError: the template shows it in
-    another way there, or not all of it."""
+    so_far: the text of the row, all that the policy has read and written; None: there is no row.
+    prompt: what the policy reads next, as the chat template writes the messages so far, with its
+    generation prompt. The next turn goes on in the row if the prompt begins with the row's text,
+    which it does not where a template drops earlier thoughts, for instance."""
+    if so_far is None or not prompt.startswith(so_far):
+        return None
+    return prompt[len(so_far) :]
+
+
+def turn_as_written(message, number, prompt, through, following, header, ends):
+    """The text that the policy wrote behind a prompt, with the token that ends it if it is shown.
+
+    message: of the assistant, the chat's number-th. prompt, through: the template's texts up to it
+    and with it. following: the prompt of the next turn, or "". header: what begins an answer in the
+    template, or "". ends: see turn_ends. UserError: the template leaves out what it wrote."""
+    # what the template shows of it; gpt-oss's rewrites what was before, so there a header is found
+    start = THOUGHT.sub("", prompt)
+    shown = ""
+    if through.startswith(start):
+        shown = through.removeprefix(start)
+    elif header and header in through and start.endswith(header):
+        shown = through.rpartition(header)[2]
+
     # the policy stops behind the first token that ends a turn
-    turn = through.removeprefix(start)
-    ends_at = [turn.index(word) + len(word) for word in ends.values() if word in turn]
     content = content_of(message)
-    if ends_at:
-        turn = turn[: min(ends_at)]
+    end = min(filter(shown.__contains__, ends.values()), key=shown.index, default="")
+    if end:
+        shown = shown.partition(end)[0] + end
     elif content == content.rstrip():
-        turn = turn.rstrip()
+        shown = shown.rstrip()
+    lost = left_out(message, prompt.removeprefix(start) + shown)
 
-    shown = (turn, NO_THOUGHT.sub("", turn, count=1))  # Qwen3's last turn gets an empty thought
-    shown = [text for text in shown if whole.startswith(start + text)]
-    if not shown:
-        words = "the chat template rewrites this turn, so what the policy wrote is not known"
-        way_out = "give response_ids and response_mask, or, if it is no last one, --last-turn-only"
-        raise UserError(f"message {number}: {words}; {way_out}")
-    turn = shown[0]
+    # the prompt may have begun a thought; Qwen3 shows an empty one in a last turn without
+    shown, _ = behind_thought(prompt, shown)
+    content, _ = behind_thought(prompt, content)
+    if "<think>" not in content:
+        shown = NO_THOUGHT.sub("", shown)
 
-    # all that the policy wrote must be there; its thought may begin in the prompt
-    opened = THOUGHT.search(start)
-    rest = (opened[0] if opened else "") + turn
-    parts = [("content", content)]
+    # a text is known as it stands, unless the next prompt goes on from what is shown of all of it
+    behind = None if lost else read_since(prompt + shown, following)
+    is_text = not any(map(message.get, BEYOND_TEXT))
+    if is_text and behind is None and not (header and content in shown):
+        return content + end
+    if lost:
+        words = f"the chat template leaves out its {lost}; give response_ids"
+        raise UserError(f"message {number}: {words}, or all that the policy wrote as its content")
+
+    # in some templates the next role's token ends a turn
+    if not end and behind:
+        shown += next(filter(behind.startswith, ends.values()), "")
+    return shown
+
+
+def left_out(message, shown):
+    """The key of what the policy wrote in a message and a text does not show, up to blanks, or
+    ""."""
+    parts = [("content", content_of(message))]
     parts += [(key, str(message.get(key) or "")) for key in BEYOND_TEXT[2:]]
     parts += [("tool_calls", call.get("name", "")) for call in calls_of([message])]
+    shown = "".join(shown.split())
     for key, text in sorted(parts, key=lambda part: -len(part[1])):
-        if text.strip() not in rest:
-            words = f"the chat template leaves out its {key}; give response_ids"
-            raise UserError(f"message {number}: {words}")
-        rest = rest.replace(text.strip(), "", 1)
-
-    # in some templates the next role's token ends it
-    behind = whole[len(start) + len(turn) :]
-    if not ends_at:
-        turn += next(filter(behind.startswith, ends.values()), "")
-    return turn
+        text = "".join(text.split())
+        if text not in shown:
+            return key
+        shown = shown.replace(text, "", 1)
+    return ""
 
 
 def chat_text(tokenizer, messages, complete=False, begin=False, **options):
@@ -2162,22 +2265,15 @@ def chat_text(tokenizer, messages, complete=False, begin=False, **options):
         # a template may trim the message that goes on, or leave out an empty one
         begin = from_template(tokenizer, messages[:-1], True, **options)
         content = content_of(messages[-1])
-        if not content.strip():
-            return begin + content
+        if not content.strip() or content.lstrip().startswith("<think>"):
+            return begin + behind_thought(begin, content)[0]
         text = from_template(tokenizer, messages, continue_final_message=True, **options)
         start = begin if text.startswith(begin) else ""
         rest = text.removeprefix(start)
         for kept in (content, content.rstrip(), content.strip()):
             if rest.endswith(kept):
-                text = start + rest.removesuffix(kept) + content
-                break
-        else:
-            raise ValueError("it changes the last message, which the response continues")
-
-        # Qwen3 puts an empty thought before one that has begun
-        if content.lstrip().startswith("<think>") and NO_THOUGHT.search(text):
-            text = begin + behind_thought(begin, content)[0]
-        return text
+                return start + rest.removesuffix(kept) + content
+        raise ValueError("it changes the last message, which the response continues")
 
 
 def from_template(tokenizer, messages, add_generation_prompt=False, **options):
@@ -2192,8 +2288,8 @@ def from_template(tokenizer, messages, add_generation_prompt=False, **options):
     if not calls_of(messages):
         return apply(messages)
 
-    texts = partial(apply, with_arguments(messages, as_text))
-    objects = with_arguments(messages, as_object)
+    texts = partial(apply, with_arguments(messages, as_text=True))
+    objects = with_arguments(messages)
     try:
         shown = apply(objects)
     except Exception:
@@ -2219,26 +2315,20 @@ def calls_of(messages):
     return [call for call in calls if isinstance(call, dict)]
 
 
-def with_arguments(messages, form):
-    """Copies of messages whose calls have form(arguments)."""
+def with_arguments(messages, as_text=False):
+    """Copies of messages whose calls have their arguments as objects, or as JSON text. A text that
+    is no object stays as it is."""
     messages = copy.deepcopy(messages)
     for call in calls_of(messages):
-        if "arguments" in call:
-            call["arguments"] = form(call["arguments"])
+        made = call.get("arguments")
+        if as_text and not isinstance(made, str | None):
+            call["arguments"] = json.dumps(made, ensure_ascii=False)
+        elif isinstance(made, str) and not as_text:
+            with suppress(ValueError):
+                made = json.loads(made)
+            if isinstance(made, dict):
+                call["arguments"] = made
     return messages
-
-
-def as_object(arguments):
-    """The JSON object of a text; all else as it is."""
-    made = None
-    with suppress(ValueError, TypeError):
-        made = json.loads(arguments)
-    return made if isinstance(made, dict) else arguments
-
-
-def as_text(arguments):
-    """A text as it is; the JSON text of all else."""
-    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def text_messages(messages, images=False):
@@ -2254,27 +2344,23 @@ def text_messages(messages, images=False):
             raise UserError(f"message {number}: must be an object with a role and content")
         message = without_nulls(message)
         content = message.get("content")
+        words = ""
 
         # parts, as from OpenAI's interface
         if isinstance(content, list):
             texts = [text_of(part) for part in content]
             others = [part for part, text in zip(content, texts) if text is None]
-            if images and others and all(is_image(part) for part in others):
-                ours.append(message)
-                continue
-            if others or not content:
-                what = f"parts that are not text: {json.dumps(others or content):.60}"
-                raise UserError(f"message {number}: its content has {what}")
-            content = "".join(texts)
-
-        if content is None and not message.get("tool_calls"):
+            if not (images and others and all(map(is_image, others))):
+                message["content"] = "".join(filter(None, texts))
+                if others or not content:
+                    not_text = json.dumps(others or content)
+                    words = f"its content has parts that are not text: {not_text:.60}"
+        elif content is None and not message.get("tool_calls"):
             words = "needs content; only one with tool_calls may lack it"
+        elif not isinstance(content, str | None):
+            words = f"its content must be text, not {json.dumps(content):.40}"
+        if words:
             raise UserError(f"message {number}: {words}")
-        if not isinstance(content, str | None):
-            words = json.dumps(content)
-            raise UserError(f"message {number}: its content must be text, not {words:.40}")
-        if content is not None:
-            message = message | {"content": content}
         ours.append(message)
 
     # templates that show images go through parts, and some leave out a text that comes without
@@ -2286,21 +2372,18 @@ def text_messages(messages, images=False):
     return ours
 
 
-def without_nulls(message):
-    """A message without keys that are null, and its calls and their functions, too. Content may be
-    null, which some templates ask for next to calls; an argument that is null is an argument."""
-    message = {key: x for key, x in message.items() if x is not None or key == "content"}
-    if message.get("tool_calls") == []:
-        del message["tool_calls"]
-    calls = message.get("tool_calls")
-    if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-        return message
-    calls = [{key: x for key, x in call.items() if x is not None} for call in calls]
-    for call in calls:
-        function = call.get("function")
-        if isinstance(function, dict):
-            call["function"] = {key: x for key, x in function.items() if x is not None}
-    return message | {"tool_calls": calls}
+def without_nulls(x):
+    """A message without keys that are null, at any depth. Content may be null, which some templates
+    ask for next to calls; an argument that is null is an argument."""
+    if isinstance(x, list):
+        return list(map(without_nulls, x))
+    if not isinstance(x, dict):
+        return x
+    kept = {}
+    for key, y in x.items():
+        if key == "content" or y is not None and (key, y) != ("tool_calls", []):
+            kept[key] = y if key == "arguments" else without_nulls(y)
+    return kept
 
 
 def content_of(message):
@@ -2309,6 +2392,12 @@ def content_of(message):
     if isinstance(content, list):
         return "".join(filter(None, map(text_of, content)))
     return content
+
+
+def images_in(message):
+    """The number of images in a message."""
+    content = message.get("content")
+    return sum(map(is_image, content)) if isinstance(content, list) else 0
 
 
 def text_of(part):
@@ -4202,29 +4291,40 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     return ends
 
 
-def write_scores(source, out_dir, rows, tokenizer, gamma, response_key=None, convert=None):
+def write_scores(source, out_dir, rows, tokenizer, gamma, keys=None, convert=None, sources=None):
     """Writes the rows of files, with their values, to out_dir/scored.jsonl; adds a report. rows:
-    what read_rows has made of the files with this --response-key and --rows, with values."""
+    what read_rows has made of the files with these keys, --rows and sources, with values."""
     if RANK:
         return
     raw = raw_rows(source, "--score", convert)
-    lines = (row for _, _, one in raw for row in answers_of(one, response_key))
-    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows))
+    lines = (row for place, _, one in raw for row in answers_of(one, keys or {}, place))
+    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows, sources))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
 
 
-def scored(lines, rows):
+def scored(lines, rows, sources=None):
     """Yields JSON rows with what the critic says of them, one at a time, because values take more
-    memory as Python's floats. rows: what read_rows has made of them, with values."""
+    memory as Python's floats. rows: what read_rows has made of them, with values. sources: see
+    read_rows; None: each has one row."""
     # what each row is worth at its end
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
     ranks = ranks_in_prompts(rows, last_B)
     values_B = rows.values.split(rows.lengths)
     mask_B = rows.response_mask.split(rows.lengths)
 
-    for line, last, rank, values, mask in zip(lines, last_B.tolist(), ranks, values_B, mask_B):
-        line |= {"last_value": last, "rank": rank}
+    # in the order of the lines
+    source_of = (sources or range(len(rows))).__getitem__
+    groups = itertools.groupby(sorted(range(len(rows)), key=source_of), source_of)
+    for line, (_, own) in zip(lines, groups):
+        own = list(own)
+        row = own[-1]
+        values = values_B[row]
+        mask = mask_B[row]
+        line |= {"last_value": float(last_B[row]), "rank": ranks[row]}
+        if len(own) > 1:
+            yield line | {"segment_values": [values_B[i][mask_B[i]].tolist() for i in own]}
+            continue
         acts = line.get("response_mask")
         if acts and isinstance(line.get("response"), list):
             yield line | {"step_values": values[mask].tolist()}

@@ -1332,7 +1332,8 @@ def main(run):
     if run.score:
         config = replace(config, value_head_init="checkpoint")
     worker = CriticWorker(config)
-    train, held_out = load_rows(run, worker)
+    sources = []
+    train, held_out = load_rows(run, worker, sources)
 
     # what fits on a GPU, but for models with a vision tower, whose memory auto does not see
     is_text = worker.model_config.get_text_config() is worker.model_config
@@ -1369,8 +1370,9 @@ def main(run):
 
         if run.score:
             train.values = common.compute_together(worker, train)
-            reader = (worker.tokenizer, run.gamma, run.response_key, run.rows)
-            common.write_scores(run.score, run.out_dir, train, *reader)
+            keys = {"response": run.response_key, "reward": run.reward_key}
+            more = (worker.tokenizer, run.gamma, keys, run.rows, sources)
+            common.write_scores(run.score, run.out_dir, train, *more)
             return
 
         print0(
@@ -1402,12 +1404,12 @@ def row_reader(run, worker):
     return partial(common.read_rows, **options)
 
 
-def load_rows(run, worker):
+def load_rows(run, worker, sources=None):
     """(rows to train on or to score, rows to evaluate on), from files or the toy task. There may be
-    no rows to evaluate on."""
+    no rows to evaluate on. sources: a list for write_scores."""
     read = row_reader(run, worker)
     if run.score:
-        train = read(run.score, flag="--score")
+        train = read(run.score, flag="--score", sources=sources)
         return train, train
     if run.rollouts:
         train = read(run.rollouts)

@@ -519,6 +519,134 @@ def test_a_critic_without_flags_is_judged_by_true_values(script, capsys, tmp_pat
     assert re.search(line, capsys.readouterr().out, flags=re.M)
 
 
+# ---- Episodes ------------------------------------------------------------------------------------
+
+A = {"prompt": "1+1=", "response": "2", "episode": "a"}
+B = {"prompt": "2+2=", "response": "4", "episode": 7}
+
+
+def texts_of(rows, tokenizer):
+    """The text of each row."""
+    return [tokenizer.decode(ids) for ids in rows.input_ids.split(rows.lengths)]
+
+
+def test_rows_of_an_episode_may_stand_anywhere_in_a_file():
+    """Episodes in the order of their first lines, and their rows by segment, or as in the file."""
+    lines = [
+        A | {"segment": 3, "response": "x", "reward": 1.0},
+        {"prompt": "3+3=", "response": "6", "reward": 0.5},
+        B,
+        A | {"segment": 1, "response": "y"},
+        B | {"response": "z", "reward": 0.25},
+        A | {"segment": 2.5, "response": "w"},
+    ]
+    tokenizer = a_tokenizer()
+    sources = []
+    rows = common.read_rows(list(map(json.dumps, lines)), tokenizer, sources=sources)
+    ends = ["1+1=y", "1+1=w", "1+1=x", "3+3=6", "2+2=4", "2+2=z"]
+    assert texts_of(rows, tokenizer) == [f"{text}<eos>" for text in ends]
+    assert rows.row_id.tolist() == [0, 1, 2, 3, 4, 5] and sources == [3, 5, 0, 1, 2, 4]
+    assert rows.episode.tolist() == [0, 0, 0, 3, 4, 4]
+    assert rows.token_level_rewards[rows.cu_seqlens[1:] - 1].tolist() == [0, 0, 1, 0.5, 0, 0.25]
+
+
+def test_rows_without_episodes_of_several_rows_have_no_column_of_them():
+    lines = [A, B, SUM, SUM | {"episode": None}]
+    assert common.read_rows(list(map(json.dumps, lines)), a_tokenizer()).episode is None
+
+
+@pytest.mark.parametrize("lines, words", [
+    ([A | {"segment": 2}, SUM, A | {"segment": 2.0}], "toy:3: episode 'a' has two segments 2"),
+    ([B | {"segment": 0}] * 2, "toy:2: episode 7 has two segments 0"),
+    ([A | {"segment": "2"}], 'toy:1: segment: must be a valid '),
+    ([A | {"episode": ["a"]}], "toy:1: episode: must be a valid string"),
+    ([{"segments": [], "reward": 1}], "toy:1: segments: must be a list of objects"),
+    ([{"segments": [A, 2]}], "toy:1: segments: must be a list of objects"),
+    ([{"segments": [A, A | {"reward": 1}], "reward": 1}], "and its last segment; add them up"),
+    ([{"segments": [A, {"prompt": "?"}]}], "toy:1: needs exactly one of response, response_ids"),
+])  # fmt: skip
+def test_episodes_that_do_not_fit_are_refused_with_the_line(lines, words):
+    with refused(words, begin="toy:"):
+        common.read_rows(list(map(json.dumps, lines)), a_tokenizer())
+
+
+def test_an_episode_may_stand_in_one_line():
+    """With what all of its segments have, and a reward of the whole."""
+    segments = [
+        {"prompt": "1+1=", "response": "2"},
+        {"messages": [USER], "response": "3", "reward": 0.5},
+        {"prompt": "?", "response": "4"},
+    ]
+    line = {"segments": segments, "reward": 1.0, "answer": 5}
+    tokenizer = a_tokenizer()
+    rows = common.read_rows([json.dumps(line)] * 2, tokenizer, hint_key="answer")
+    texts = [f"For the critic only: 5\n{x}<eos>" for x in ("1+1=2", "<user>1+1?3", "?4")]
+    assert texts_of(rows, tokenizer) == texts * 2
+    assert rows.episode.tolist() == [0, 0, 0, 3, 3, 3]
+    assert rows.token_level_rewards[rows.cu_seqlens[1:] - 1].tolist() == [0, 0.5, 1] * 2
+
+    # keys that the user names
+    named = [{"q": "1+1=", "a": "2", "out": {"score": 0.25}}, {"q": "?", "a": "4"}]
+    keys = {"prompt": "q", "response": "a", "reward": "out.score"}
+    line = {"segments": named, "out": {"score": 1.0}}
+    rows = common.read_rows([json.dumps(line)], tokenizer, keys=keys)
+    assert texts_of(rows, tokenizer) == ["1+1=2<eos>", "?4<eos>"]
+    assert rows.token_level_rewards[rows.cu_seqlens[1:] - 1].tolist() == [0.25, 1]
+
+
+def test_scores_stand_next_to_the_lines_of_their_rows(tmp_path):
+    """In the file's order, although the rows are in that of their episodes. Of a chat that becomes
+    several rows, each segment has its values; a line of segments becomes a line for each."""
+    forgets = TURNS.replace("m['content']", "m.content[-1] if loop.revindex0 > 1 else m.content")
+    chat = [USER, {"role": "assistant", "content": "a2"}] * 2
+    lines = [
+        A | {"segment": 2},
+        {"messages": chat, "reward": 1.0},
+        A | {"segment": 1, "response": "33"},
+        {"messages": chat, "reward": 1.0, "episode": "a", "segment": 3},
+        {"segments": [{"prompt": "1=", "response": "5"}, {"prompt": "2=", "response": "6"}]},
+        SUM,
+    ]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    tokenizer = a_tokenizer(forgets)
+    sources = []
+    rows = common.read_rows(str(path), tokenizer, sources=sources)
+    rows.values = rows.input_ids.float() * rows.response_mask
+    common.write_scores(str(path), str(tmp_path), rows, None, 1.0, sources=sources)
+
+    ids = lambda text: [float(i) for i in tokenizer.encode(text)]
+    a, chats, b, more, one, two, last = common.read_lines(tmp_path / "scored.jsonl")
+    assert (a["values"], b["values"]) == (ids("2<eos>"), ids("33<eos>"))
+    assert chats["segment_values"] == more["segment_values"]
+    assert [len(x) for x in chats["segment_values"]] == [3, 3] and "values" not in chats
+    assert chats["messages"] == chat and chats["last_value"] == ids("<eos>")[0]
+    assert (one["values"], two["values"]) == (ids("5<eos>"), ids("6<eos>"))
+    assert last["values"][-1:] == ids("<eos>")
+
+    # and the file is read as the same episodes again
+    again = common.read_rows(str(tmp_path / "scored.jsonl"), tokenizer)
+    assert again.episode.tolist() == rows.episode.tolist()
+    assert torch.equal(again.input_ids, rows.input_ids)
+
+
+def test_the_rank_of_a_row_is_that_of_its_episode(tmp_path):
+    """Among the episodes that begin with its prompt, by what they are worth at their end."""
+    end = {"prompt": "?", "response": "4"}
+    lines = [A | {"episode": name} for name in "abc"]
+    lines += [end | {"episode": name} for name in "abc"]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(map(json.dumps, lines)))
+    sources = []
+    rows = common.read_rows(str(path), a_tokenizer(), sources=sources)
+    rows.values = torch.zeros(len(rows.input_ids))
+    rows.values[rows.cu_seqlens[1:] - 1] = torch.tensor([9.0, 1.0, 5.0, 3.0, 7.0, 2.0])
+    common.write_scores(str(path), str(tmp_path), rows, None, 1.0, sources=sources)
+    scored = common.read_lines(tmp_path / "scored.jsonl")
+    assert [row["rank"] for row in scored] == [3, 1, 2] * 2
+    assert [row["last_value"] for row in scored] == [9.0, 5.0, 7.0, 1.0, 3.0, 2.0]
+
+
 # ---- Batches made by hand ------------------------------------------------------------------------
 
 FAULTS = {  # column -> what a user might put there, and words of the answer

@@ -4,6 +4,7 @@ import itertools
 import json
 import sys
 from datetime import datetime
+from functools import partial
 
 import pytest
 import shapes
@@ -392,10 +393,7 @@ def test_rewards_may_be_one_for_each_turn():
 THOUGHT = {"role": "assistant", "content": "<think>a</think>4"}
 
 
-def test_a_turn_that_the_template_rewrites_is_refused_with_the_way_out():
-    words = "message 2: the chat template rewrites this turn, so what the policy wrote is not known"
-    with refused(words, end="response_mask, or, if it is no last one, --last-turn-only"):
-        read(chat_tokenizer(FORGETS), messages=[USER, THOUGHT, USER, ANSWER])
+def test_only_the_last_turn_may_be_read_of_a_chat_with_thoughts():
     said = read(
         chat_tokenizer(FORGETS),
         messages=[USER, THOUGHT, USER, THOUGHT],
@@ -420,6 +418,153 @@ def test_the_empty_thought_of_a_last_turn_is_no_rewriting():
 def test_what_a_template_leaves_out_of_a_turn_is_refused(message, key, more):
     with refused(f"message 2: the chat template leaves out its {key}; give response_ids"):
         read(chat_tokenizer(PLAIN), messages=[USER, message, *more])
+
+
+# ---- Segments of a chat --------------------------------------------------------------------------
+
+ASKED = (  # where the last question stands
+    "{% set ns = namespace(asked=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+)
+SPLIT = (  # the text of an answer, and its thought, which may stand in its content
+    "{% set says = m.content or '' %}{% set thinks = m.reasoning_content or '' %}"
+    "{% if '</think>' in says %}"
+    "{% set thinks = says.split('</think>')[0].split('<think>')[-1].strip() %}"
+    "{% set says = says.split('</think>')[1].lstrip() %}{% endif %}"
+)
+LATEST = ASKED + OBJECTS.replace("<|{{", SPLIT + "<|{{").replace(  # as Qwen3.5's
+    "{{ m.content or '' }}",
+    "{% if m.role == 'assistant' and loop.index0 > ns.asked %}"
+    "<think>\n{{ thinks }}\n</think>\n\n{% endif %}{{ says }}",
+)
+CUTS = PLAIN.replace("m.content or ''", "(m.content or '').split('</think>')[-1]")  # as R1's
+ANSWERED = ASKED.replace("m.role == 'user'", "m.role == 'assistant' and not m.tool_calls")
+CHANNELS = ANSWERED + OBJECTS.replace(  # as gpt-oss's, where an answer hides the thoughts before it
+    "{{ m.content or '' }}",
+    "{% if m.tool_calls and loop.index0 > ns.asked %}{{ m.thinking }}{% endif %}"
+    "{% if m.role == 'assistant' and not m.tool_calls %}<|s|>{% endif %}{{ m.content or '' }}",
+)
+
+
+def turns_of(tokenizer, chat):
+    """([(all that stands before a turn in its row, what the policy wrote), ...], and how many of
+    these each row has)."""
+    turns = []
+    counts = []
+    for row in ids_of_row(tokenizer, messages=chat).split(1):
+        ids = row.input_ids.tolist()
+        acts = [*row.response_mask.tolist(), False]
+        starts = [t for t, acting in enumerate(acts) if acting and not acts[t - 1]]
+        ends = [acts.index(False, start) for start in starts]
+        spans = zip(starts, ends)
+        turns += [(tokenizer.decode(ids[:i]), tokenizer.decode(ids[i:j])) for i, j in spans]
+        counts.append(len(starts))
+    return turns, counts
+
+
+def prompts_of(tokenizer, chat):
+    """What the template itself shows before each turn of the assistant."""
+    places = [n for n, message in enumerate(chat) if message["role"] == "assistant"]
+    show = partial(tokenizer.apply_chat_template, add_generation_prompt=True, tokenize=False)
+    return [show(chat[:n]) for n in places]
+
+
+def behind(prompts, texts):
+    """[(prompt, what the policy writes behind it), ...]: it writes no thought's begin again."""
+    texts = [x.removeprefix("<think>\n") if p.endswith("<think>\n") else x for p, x in
+             zip(prompts, texts)]  # fmt: skip
+    return list(zip(prompts, texts))
+
+
+@pytest.mark.parametrize("begin", ["<|a|>", OPENS], ids=["thinks", "thought begun"])
+@pytest.mark.parametrize("key", ["reasoning_content", "content"])
+def test_thoughts_that_a_next_question_drops(begin, key):
+    """Those of an agent: calls and results go on in a row, and a question begins a segment."""
+    answers = [call({"x": 2}, content="I add."), call({"x": 3}, content=""), ANSWER, ANSWER]
+    for i, answer in enumerate(answers):
+        thought = f"<think>\nt{i}\n</think>\n\n{answer['content']}"
+        answers[i] = answer | {key: f"t{i}" if key == "reasoning_content" else thought}
+    chat = [USER, answers[0], RESULT, answers[1], RESULT, answers[2], USER, answers[3]]
+
+    tokenizer = chat_tokenizer(LATEST, begin)
+    says = ['I add.[add {"x": 2}]', '[add {"x": 3}]', "4", "4"]
+    texts = [f"<think>\nt{i}\n</think>\n\n{text}<|end|>" for i, text in enumerate(says)]
+    expected = behind(prompts_of(tokenizer, chat), texts)
+    assert turns_of(tokenizer, chat) == (expected, [3, 1])
+
+
+@pytest.mark.parametrize("template, counts", [
+    (LATEST, [1, 1, 1]), (CUTS, [1, 1, 1]), (FORGETS, [1, 1, 1]), (PLAIN, [3]),
+])  # fmt: skip
+@pytest.mark.parametrize("thought", ["<think>\nt\n</think>\n\n4", "<think>\nt</think> 4 "])
+def test_thoughts_in_the_text_of_each_answer(template, counts, thought):
+    """Whatever their blanks are, and whether or not the template cuts them off in the last turn."""
+    chat = [USER, {"role": "assistant", "content": thought}] * 3
+    for begin in ["<|a|>"] if template == PLAIN else ["<|a|>", OPENS]:
+        tokenizer = chat_tokenizer(template, begin)
+        expected = behind(prompts_of(tokenizer, chat), [f"{thought}<|end|>"] * 3)
+        assert turns_of(tokenizer, chat) == (expected, counts)
+
+
+def test_thoughts_that_an_answer_hides():
+    """The text of the chat with the last answer does not begin with what the policy read."""
+    chat = [USER, call({"x": 2}, thinking="t0"), RESULT, ANSWER, USER, ANSWER]
+    tokenizer = chat_tokenizer(CHANNELS)
+    texts = ['t0[add {"x": 2}]<|end|>', "<|s|>4<|end|>", "<|s|>4<|end|>"]
+    turns, counts = turns_of(tokenizer, chat)
+    assert turns == list(zip(prompts_of(tokenizer, chat), texts)) and counts == [2, 1]
+
+
+def test_what_a_chat_has_is_shared_out_to_its_segments():
+    """A reward of the whole, and that it was cut off, belong to the last one."""
+    chat = [USER, THOUGHT, USER, THOUGHT]
+    tokenizer = chat_tokenizer(FORGETS)
+    first, last = ids_of_row(tokenizer, messages=chat, truncated=True, reward=2.0).split(1)
+    assert first.episode.tolist() == last.episode.tolist() == [0]
+    assert first.truncated.tolist() == [False] and last.truncated.tolist() == [True]
+    assert first.token_level_rewards.sum() == 0 and last.token_level_rewards[-1] == 2
+
+    rows = ids_of_row(tokenizer, messages=chat, rewards=[0.25, 0.5], reward=None)
+    ends = rows.cu_seqlens[1:] - 1
+    assert rows.token_level_rewards[ends].tolist() == [0.25, 0.5]
+    assert rows.token_level_rewards.sum() == 0.75
+    with refused("rewards has 3 entries, the response has"):
+        ids_of_row(tokenizer, messages=chat, rewards=[0.25, 0.5, 1.0], reward=None)
+
+
+def test_a_segment_has_the_images_of_its_messages():
+    """Which are those before its last turn."""
+    picture = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    chat = [picture, THOUGHT, picture, picture, THOUGHT, picture | {"role": "tool"}]
+    shows = "{{ 'see' if x.type == 'image' else x.text if turn.last else x.text.split('>')[-1] }}"
+    parts = "{% set turn = loop %}{% for x in m.content %}" + shows + "{% endfor %}"
+    tokenizer = chat_tokenizer(PLAIN.replace("{{ m.content or '' }}", parts))
+
+    placed = []
+    place = lambda rollout, folder: placed.append(rollout.images)
+    ids_of_row(
+        tokenizer, messages=chat, images=["a", "b", "c", "d"], options={"place_images": place}
+    )
+    assert placed == [["a"], ["a", "b", "c"]]
+
+
+@pytest.mark.parametrize("mark", [{"weight": 0}, {"trainable": False}, {"loss": False}])
+def test_a_message_that_is_not_trained_on_is_no_action(mark):
+    tokenizer = chat_tokenizer(OBJECTS)
+    shown = f"{PROMPT} {FIRST} {SECOND} {LAST}"
+    chat = [*AGENT[:4], AGENT[4] | mark, *AGENT[5:]]
+    expected = shown.replace("' -> '[add", "[add").replace(
+        """|end|>' <- '\\n<|t|>5""", "|end|>\\n<|t|>5"
+    )
+    assert read(tokenizer, messages=chat) == expected
+
+    chat = [*AGENT[:2], AGENT[2] | mark, *AGENT[3:]]
+    assert read(tokenizer, messages=chat).count("->") == 2
+    one = [message | mark for message in AGENT]
+    rows = common.read_rows(
+        [json.dumps({"messages": x, "reward": 1.0}) for x in (one, AGENT)], tokenizer
+    )
+    assert rows.actions.tolist()[0] == 0 < rows.actions.tolist()[1]
 
 
 # ---- Thoughts and beginnings ---------------------------------------------------------------------

@@ -59,11 +59,13 @@ def main(script, run):
 def answer(line, worker, read, run):
     """The rows of a line with their values, as JSON objects, or one that says what is wrong."""
     try:
-        rows = read([line.strip()], flag="--score")
+        sources = []
+        rows = read([line.strip()], flag="--score", sources=sources)
         rows.values = worker.compute_values(rows)
+        keys = {"response": run.response_key, "reward": run.reward_key}
         raw = common.raw_rows([line], "--score", run.rows)
-        lines = [row for _, _, one in raw for row in common.answers_of(one, run.response_key)]
-        return [*common.scored(lines, rows)]
+        lines = [row for place, _, one in raw for row in common.answers_of(one, keys, place)]
+        return [*common.scored(lines, rows, sources)]
     except UserError as fault:
         return [{"error": str(fault).removeprefix("--score:1: ")}]
 
