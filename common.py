@@ -1593,34 +1593,28 @@ def read_rows(
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
     last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. sources: a list
-    that gets, for each row, the number of its object among those of answers_of. UserError names the
+    that gets, for each row, the number of its object among those of raw_rows. UserError names the
     first bad row."""
     keys = keys or {}
     ends = turn_ends(tokenizer, model_config)
     fixed = (tokenizer, ends, hint_key, chat or {}, place_images is not None, last_turn_only)
 
     # row by row, so that a fault has its place
-    numbers = itertools.count()
-    seen = {}  # (episode, segment) -> number of its object
-    found = []  # (episode, segment, number of its object, Batch) of each row
+    found = []  # (place, number of its object, episode, segment, Batch) of each row
     notes = collections.Counter()
-    for place, folder, raw in raw_rows(source, flag, convert):
+    for index, (place, folder, row) in enumerate(raw_rows(source, flag, convert, keys)):
         try:
-            for row in answers_of(raw, keys, place):
-                index = next(numbers)
-                rollouts, said = encode_rollout(parse_rollout(row, keys), row, *fixed)
-                notes.update(said)
-                for rollout in rollouts:
-                    name = (rollout.episode, rollout.segment)
-                    if None not in name and seen.setdefault(name, index) != index:
-                        raise UserError("episode {!r} has two segments {}".format(*name))
-                    if place_images:
-                        place_images(rollout, folder)
-                    elif rollout.images:
-                        raise UserError("it has images, but this model reads text only")
-                    found.append((*name, index, batch_of_one(rollout, index)))
-                    if model_config:
-                        check_rows(found[-1][-1], model_config)
+            rollouts, said = encode_rollout(parse_rollout(row, keys), row, *fixed)
+            notes.update(said)
+            for rollout in rollouts:
+                if place_images:
+                    place_images(rollout, folder)
+                elif rollout.images:
+                    raise UserError("it has images, but this model reads text only")
+                one = batch_of_one(rollout, index)
+                found.append((place, index, rollout.episode, rollout.segment, one))
+                if model_config:
+                    check_rows(one, model_config)
         except UserError as fault:
             raise UserError(f"{place}: {fault}") from None
 
@@ -1640,11 +1634,15 @@ def read_rows(
 
 def in_order(found, sources):
     """The rows that read_rows has found, as a Batch: episodes in the order of their first lines,
-    and the rows of each in that of their segments. sources: see read_rows."""
+    and the rows of each in that of their segments. sources: see read_rows. UserError: two lines
+    say that they are the same segment."""
     first = {}  # name of an episode -> number of its first object
+    numbered = {}  # (name of an episode, segment) -> number of its object
     rows = []
-    for episode, segment, index, row in found:
+    for place, index, episode, segment, row in found:
         name = index if episode is None else (episode,)
+        if segment is not None and numbered.setdefault((name, segment), index) != index:
+            raise UserError(f"{place}: episode {episode!r} has two segments {segment}")
         rows.append((first.setdefault(name, index), segment or 0, index, row))
     rows.sort(key=lambda row: row[:3])
     episode_B, _, indices, rows = zip(*rows)
@@ -1658,7 +1656,7 @@ def in_order(found, sources):
     return rows
 
 
-def answers_of(row, keys, place=""):
+def answers_of(row, keys, place):
     """The rows of an object: itself, the segments of an episode, or several answers to a prompt,
     which are a list of them with a list of rewards, or a pair: the chosen one has a reward of 1,
     the rejected one of 0.
@@ -2420,18 +2418,21 @@ TABLES = (".parquet", ".arrow", ".csv")
 HUB_NAME = re.compile(r"(?!.*\.(json|jsonl|gz|zst|bz2)$)[\w-]+/[\w.-]+")
 
 
-def raw_rows(source, flag, convert=None):
+def raw_rows(source, flag, convert=None, keys=None):
     """Yields (place, folder, row) for each row of files, or of a list of JSON lines: FILE:LINE for
     messages, the folder that the row's images are relative to, and an object as --rows makes it.
 
     source: the name of a file, a tuple of them, or lines. flag: what to call it. convert: the
-    FILE.py:FUNCTION of --rows. UserError names the line."""
+    FILE.py:FUNCTION of --rows. keys: of answers_of, if rows may have several. UserError names the
+    line."""
     for name, folder, lines in files_of(source, flag):
         # a fault is named by the line, counted from 1
         for number, line in enumerate(progress(lines, "rows", "lines"), 1):
             place = f"{name}:{number}"
             try:
                 rows = rows_of_line(line, convert) if line.strip() else []
+                if keys is not None:
+                    rows = [one for row in rows for one in answers_of(row, keys, place)]
             except UserError as fault:
                 raise UserError(f"{place}: {fault}") from None
             for row in rows:
@@ -4296,8 +4297,7 @@ def write_scores(source, out_dir, rows, tokenizer, gamma, keys=None, convert=Non
     what read_rows has made of the files with these keys, --rows and sources, with values."""
     if RANK:
         return
-    raw = raw_rows(source, "--score", convert)
-    lines = (row for place, _, one in raw for row in answers_of(one, keys or {}, place))
+    lines = (row for *_, row in raw_rows(source, "--score", convert, keys or {}))
     replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows, sources))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")

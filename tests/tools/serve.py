@@ -63,8 +63,7 @@ def answer(line, worker, read, run):
         rows = read([line.strip()], flag="--score", sources=sources)
         rows.values = worker.compute_values(rows)
         keys = {"response": run.response_key, "reward": run.reward_key}
-        raw = common.raw_rows([line], "--score", run.rows)
-        lines = [row for place, _, one in raw for row in common.answers_of(one, keys, place)]
+        lines = [row for *_, row in common.raw_rows([line], "--score", run.rows, keys)]
         return [*common.scored(lines, rows, sources)]
     except UserError as fault:
         return [{"error": str(fault).removeprefix("--score:1: ")}]
