@@ -198,10 +198,11 @@ class Run:
     # seconds that one call of the reward or environment may take; 0: no limit, it runs in this
     # process, where breakpoint() works
     reward_timeout: Seconds = 10.0
-    # FILE.py:FUNCTION, same arguments -> next observation, or None to end; or (one of these, reward
-    # of the turn)
+    # FILE.py:FUNCTION, same arguments -> next observation (text, or a message of a chat), or a new
+    # context in its place ({"prompt": ...} or {"messages": ...}), or None to end; or (one of these,
+    # reward of the turn)
     environment: Text | None = None
-    max_turns: Positive = 8  # most turns of the policy in one row, with --environment
+    max_turns: Positive = 8  # most turns of the policy in one answer, with --environment
 
     # ---- rollout
 
@@ -210,7 +211,8 @@ class Run:
     train_batch_size: Positive = 256
     # responses per prompt (torchrun would take --n for one of its own flags)
     rollout_n: Annotated[int, Field(gt=0, le=4096)] = 1
-    # tokens incl. observations (None: 8 for addition, else 256)
+    # tokens behind a prompt, incl. observations (None: 8 for addition, else 256); a new context
+    # counts anew, and is as long with its response as that of any prompt at most
     max_response_length: Positive | None = None
     # sampling temperature, also applied to all log-probs of actor and reference
     temperature: Heat = 1.0
@@ -1039,8 +1041,8 @@ def rollout_metrics(batch, run, dtype):
     kl_A = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
 
     # sums over all ranks
-    rows, tokens, actions, truncated = common.add_up(
-        len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
+    answers, rows, tokens, actions, truncated = common.add_up(
+        len(batch.episodes()), len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
     )
     off, kl = common.add_up(float(off_A.double().sum()), float(kl_A.double().sum()))
     most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
@@ -1054,10 +1056,11 @@ def rollout_metrics(batch, run, dtype):
             f" the rollout is off the actor by {mean_off:.1e} nats a token:"
             " either Policy computes other logits than the model, or packed rows see each other"
         )
-    return {
-        "rollout/actions": actions / rows,
+    several = {} if batch.episode is None else {"rollout/segments": rows / answers}
+    return several | {
+        "rollout/actions": actions / answers,
         "rollout/tokens": tokens,
-        "rollout/truncated": truncated / rows,
+        "rollout/truncated": truncated / answers,
         "rollout/log_prob_diff": mean_off,
         "rollout/log_prob_diff_max": most,
         "kl/reference": kl / actions if run.uses_reference else nan,
@@ -1074,7 +1077,7 @@ def part_means(replies):
 
 
 def mean_turns(replies, task):
-    """Metrics: the policy's turns per row, over all ranks, if there is an environment (a
+    """Metrics: the policy's turns per answer, over all ranks, if there is an environment (a
     collective)."""
     if not task.observe:
         return {}
@@ -1120,17 +1123,20 @@ def on_rank_0(mine):
 
 
 def write_jsonl(batch, path, replies=()):
-    """Writes the rows of all ranks as JSONL for common.read_rows (a collective). replies: the same
-    rows, whose texts and scores are for people and for --reward-key."""
+    """Writes the rows of all ranks as JSONL for common.read_rows (a collective). replies: their
+    texts and scores are for people and for --reward-key; of an episode, its last row has them."""
     # columns that are written, and what the replies add to them
     used = ("token_level_rewards", "values", "rollout_log_probs")
     unused = set(Batch.FLOATS).difference(used)
     few = replace(batch, **dict.fromkeys(unused))
-    texts = [{} for _ in range(len(few))]
-    for text, reply in zip(texts, replies):
-        text |= {"prompt_text": reply.prompt.text, "response_text": reply.text}
-        text |= {"score": reply.score, "parts": reply.parts, "fault": reply.fault}
-        text["answer"] = reply.prompt.answer
+    texts = [] if replies else [{}] * len(few)
+    for reply in replies:
+        *earlier, last = [{"prompt_text": prompt.text} for prompt, *_ in reply.segments()]
+        for text in earlier:
+            text |= {"response_text": "", "score": 0.0, "parts": dict.fromkeys(reply.parts, 0.0)}
+        last |= {"response_text": reply.text, "score": reply.score, "parts": reply.parts}
+        for text in (*earlier, last):
+            texts.append(text | {"fault": reply.fault, "answer": reply.prompt.answer})
 
     # select copies, because pickle would send a view's whole storage
     parts = on_rank_0((few.select(range(len(few))), texts))
@@ -1155,6 +1161,8 @@ def write_jsonl(batch, path, replies=()):
             (images,) = row.multi_modal_inputs or [{}]
             if "images" in images:  # files or data URLs
                 line |= images
+            if row.episode is not None:
+                line |= {"episode": int(row.episode), "segment": int(row.row_id - row.episode)}
             yield line | {name: x_T[first:].tolist() for name, x_T in columns.items()} | text
 
     common.replace_lines(path, lines())
@@ -1221,7 +1229,9 @@ class Prompt(NamedTuple):
 
 @dataclass
 class Reply:
-    """A row: a prompt, then the policy's turns, with the environment's observations in between."""
+    """An answer: a prompt, then the policy's turns, with the environment's observations in between.
+    Where the environment or the chat template gives a turn a new context, what follows is a new
+    segment: a row of its own."""
 
     prompt: Prompt
     row_id: int  # unique over all ranks
@@ -1237,6 +1247,15 @@ class Reply:
     parts: dict = field(default_factory=dict)  # other numbers of a reward that returns a dict
     fault: str = ""  # what went wrong in the environment or the reward
     shown: list = field(default_factory=list)  # ids of its text: without the ends of turns
+    contexts: list = field(default_factory=list)  # of later segments: (index in ids, Prompt)
+    chat: list | None = None  # the messages so far; None: those of the newest Prompt
+
+    def segments(self):
+        """[(Prompt, start, end)]: for each row, what the policy has read, and the part of ids that
+        follows it."""
+        starts = [0, *(start for start, _ in self.contexts), len(self.ids)]
+        prompts = [self.prompt, *(prompt for _, prompt in self.contexts)]
+        return list(zip(prompts, starts, starts[1:]))
 
 
 class Task(NamedTuple):
@@ -1262,16 +1281,31 @@ def rows_of_rank(prompts, n=1):
 
 
 def to_batch(replies):
-    """A Batch of prompts and replies, with the engine's log-probs."""
-    rows = [reply.prompt.ids + reply.ids for reply in replies]
-    log_probs = [x for reply in replies for x in [None] * len(reply.prompt.ids) + reply.log_probs]
-    images = [{"images": x} if x else {} for x in images_of_rows(replies)]
+    """A Batch of prompts and replies, with the engine's log-probs; a row for each segment (a
+    collective)."""
+    # the rows of an episode follow one another; if all have one row, it has the reply's number
+    most = max(of_all_ranks(max((len(reply.segments()) for reply in replies), default=1)))
+    rows = []
+    row_ids = []
+    log_probs = []
+    truncated = []
+    images = []
+    for reply in replies:
+        for number, (prompt, start, end) in enumerate(reply.segments()):
+            rows.append(prompt.ids + reply.ids[start:end])
+            row_ids.append(reply.row_id * most + number)
+            log_probs += [None] * len(prompt.ids) + reply.log_probs[start:end]
+            truncated.append(not reply.finished and end == len(reply.ids))
+            images.append({"images": prompt.images} if prompt.images else {})
+
+    row_id = torch.LongTensor(row_ids)
     return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
         input_ids=torch.LongTensor(list(chain(*rows))),
         cu_seqlens=common.cumulative(list(map(len, rows))),
         response_mask=torch.BoolTensor([x is not None for x in log_probs]),
-        row_id=torch.LongTensor([reply.row_id for reply in replies]),
-        truncated=torch.BoolTensor([not reply.finished for reply in replies]),
+        row_id=row_id,
+        truncated=torch.BoolTensor(truncated),
+        episode=row_id // most * most if most > 1 else None,
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
         multi_modal_inputs=images if any(images) else None,
     )
@@ -1281,8 +1315,9 @@ def with_hints(replies):
     """The replies with prompts as the critic reads them, see --privileged-key."""
     seen = []
     for reply in replies:
-        prompt = reply.prompt
-        seen.append(replace(reply, prompt=prompt._replace(ids=prompt.critic_ids)))
+        first, *others = (x._replace(ids=x.critic_ids) for x, *_ in reply.segments())
+        contexts = [(start, x) for (start, _), x in zip(reply.contexts, others)]
+        seen.append(replace(reply, prompt=first, contexts=contexts))
     return seen
 
 
@@ -1338,9 +1373,19 @@ def load_prompts(source, flag, run, tokenizer, images=None):
 def read_prompt(row, run, tokenizer, images=None, folder=""):
     """JSON object -> Prompt. ValueError, or an error of the tokenizer: it is unusable. folder: of
     files with images."""
-    text = common.look_up(row, run.prompt_key)
-    answer = common.look_up(row, run.answer_key)
+    prompt = to_prompt(common.look_up(row, run.prompt_key), row, run, tokenizer, images, folder)
 
+    # a built-in reward must accept the answer as a response
+    answer = prompt.answer
+    if run.reward in REWARDS and not REWARDS[run.reward](prompt.text, str(answer), answer):
+        wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
+        raise ValueError(f"--reward {run.reward} {wrong}")
+    return prompt
+
+
+def to_prompt(text, row, run, tokenizer, images=None, folder=""):
+    """The Prompt of a text, or of a list of messages. row: what else there is to know. ValueError:
+    it is unusable."""
     # a chat; its last message is what rewards and environments see
     messages = None
     if isinstance(text, list) or (run.chat and isinstance(text, str)):
@@ -1352,11 +1397,7 @@ def read_prompt(row, run, tokenizer, images=None, folder=""):
         raise ValueError(f"the prompt, or its last message, must be text and not empty; {there}")
 
     # token ids, and those that the critic reads
-    shown = text
-    if messages:
-        options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
-        tools = common.tools_of(row)
-        shown = common.chat_text(tokenizer, messages, tools=tools, **options)
+    shown = in_template(messages, row, run, tokenizer) if messages else text
     ids = common.encode_prompt(tokenizer, shown, is_chat=bool(messages))
     if not ids:
         raise ValueError("the prompt has no tokens")
@@ -1366,12 +1407,14 @@ def read_prompt(row, run, tokenizer, images=None, folder=""):
         critic_ids = common.encode_prompt(tokenizer, shown, hint, is_chat=bool(messages))
         critic_ids, _ = with_placeholders(critic_ids, row, run, images, folder)
     ids, pictures = with_placeholders(ids, row, run, images, folder)
-
-    # a built-in reward must accept the answer as a response
-    if run.reward in REWARDS and not REWARDS[run.reward](text, str(answer), answer):
-        wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
-        raise ValueError(f"--reward {run.reward} {wrong}")
+    answer = common.look_up(row, run.answer_key)
     return Prompt(ids, text, answer, messages, critic_ids, pictures, row)
+
+
+def in_template(messages, row, run, tokenizer):
+    """The chat template's text of messages, with the generation prompt."""
+    options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
+    return common.chat_text(tokenizer, messages, tools=common.tools_of(row), **options)
 
 
 def addition_reward(prompt, response, answer):
@@ -1420,9 +1463,13 @@ def fault_of_observation(made, reply):
     """What is wrong with what an environment has returned, or ""."""
     pair = isinstance(made, list) and len(made) == 2 and is_number(made[1])
     text = made[0] if pair else made
+    if isinstance(text, dict):
+        kinds = text.keys() & {"messages", "prompt", "role"}
+        text = text.get("content" if kinds == {"role"} else "".join(kinds), nan)
     if text is None or isinstance(text, str):
         return ""
-    return f"an environment must return text or None, or (either, a reward), not {made!r:.40}"
+    kinds = "text, a message, a new context or None, or (one of these, a reward)"
+    return f"an environment must return {kinds}, not {made!r:.40}"
 
 
 def give_credit(reply, score):
@@ -1444,11 +1491,12 @@ def give_credit(reply, score):
 
 
 def rewards_of(replies):
-    """(T,) the reward of each token of the rows, which only actions have."""
+    """(T,) the reward of each token of the rows, see to_batch. Only actions have one."""
     rewards = []
     for reply in replies:
-        rewards += [0.0] * len(reply.prompt.ids)
-        rewards += [reply.earned[i] for i in range(len(reply.ids))]
+        for prompt, start, end in reply.segments():
+            rewards += [0.0] * len(prompt.ids)
+            rewards += [reply.earned[i] for i in range(start, end)]
     return torch.tensor(rewards, dtype=torch.float32)
 
 
@@ -1519,11 +1567,11 @@ class RewardModel:
             raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
-        """The row in this model's token ids; without a chat template, only the last message and
-        reply."""
-        prompt = reply.prompt
+        """The row in this model's token ids, of an episode the last one; without a chat template,
+        only the last message and reply."""
+        prompt, start, _ = reply.segments()[-1]
         if self.same_tokens:
-            return prompt.ids + reply.ids
+            return prompt.ids + reply.ids[start:]
         if prompt.messages and self.tokenizer.chat_template:
             messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
             text = common.chat_text(self.tokenizer, messages, complete=True)
@@ -1537,7 +1585,8 @@ class RewardModel:
             # token, whose id does not matter, has the value at that token
             one_action_later = []
             for reply in replies:
-                prompt = Prompt(self.ids(reply), images=reply.prompt.images)
+                prompt = reply.segments()[-1][0]
+                prompt = Prompt(self.ids(reply), images=prompt.images)
                 one_action_later.append(Reply(prompt, reply.row_id, [0], [0.0]))
             batch = to_batch(one_action_later)
             values_T = self.worker.compute_values(batch)
@@ -1588,11 +1637,6 @@ def with_placeholders(ids, row, run, images, folder):
     rollout.response_ids = []
     critic_fsdp.place_images(*images, rollout, folder)
     return rollout.prompt_ids, rollout.images or None
-
-
-def images_of_rows(replies):
-    """The images of each row, None for a row without."""
-    return [reply.prompt.images for reply in replies]
 
 
 def pixels_of(images, run, reader):
@@ -1669,6 +1713,7 @@ def whiten_by_noise(batch):
     over all ranks; zero elsewhere. Of all constants, that mean leaves the least noise in the
     actor's gradient (Greensmith, Bartlett and Baxter 2004). It is of the other answers: with its
     own luck in it, an answer of great weight would count for less."""
+    batch, index_T = common.end_to_end(batch)
     mask_T = batch.response_mask
     row_T = batch.row_of_token
     w_T = common.noise_weights(batch)
@@ -1684,7 +1729,7 @@ def whiten_by_noise(batch):
 
     less_T = torch.where(mask_T, x_T - mean_B[row_T], 0.0)
     n, squares = common.add_up(int(mask_T.sum()), float(less_T.square().sum()))
-    return (less_T * (squares / max(n, 1) + 1e-8) ** -0.5).float()
+    return common.to_rows((less_T * (squares / max(n, 1) + 1e-8) ** -0.5).float(), index_T)
 
 
 # ---- Actor and reference: a policy on FSDP2 ------------------------------------------------------
@@ -2120,13 +2165,16 @@ def roll_out(engine, task, replies, run, temperature, key=""):
 
         # what the engine continues, with a seed that is the same on every machine
         rows = []
+        images = []
         for reply in going:
             seed = random.Random(f"{key} {reply.row_id} {turn}").getrandbits(63)
-            room = run.max_response_length - len(reply.ids)
-            rows.append((reply.prompt.ids + reply.ids, seed, room))
+            prompt, start, end = reply.segments()[-1]
+            room = room_behind(prompt, end - start, task, run)
+            rows.append((prompt.ids + reply.ids[start:], seed, room))
+            images.append(prompt.images)
         out = []
         with suppress(SystemExit):  # after a signal, which other ranks may not know of yet
-            out = engine.generate(rows, temperature, images_of_rows(going))
+            out = engine.generate(rows, temperature, images)
 
         for reply, (ids, log_probs, ended) in zip(going, out):
             reply.ids += ids
@@ -2141,6 +2189,13 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             reply.turns.append(decode(reply.prompt.ids + reply.shown, ids))
             reply.shown += ids
             reply.text = decode(reply.prompt.ids, reply.shown)
+
+
+def room_behind(prompt, n, task, run):
+    """How many tokens may follow a prompt and n more behind it. No row is longer than the longest
+    prompt of the files with its response, for which memory is planned."""
+    longest = task.longest - len(prompt.critic_ids or prompt.ids)
+    return min(run.max_response_length, longest) - n
 
 
 def listen(replies, task, run):
@@ -2159,14 +2214,15 @@ def listen(replies, task, run):
         if made is None:
             continue
 
-        # the observation as the policy reads it
-        observation = made.encode(errors="replace").decode()  # "?" for a lone surrogate
-        chat = reply.prompt.messages
-        text = as_user_message(observation, task, run) if chat else observation
-        before = common.decode(task.tokenizer, (reply.prompt.ids + reply.ids)[-16:])
-        ids = common.encode_behind(task.tokenizer, before, text)
-        if chat and ids[:1] == reply.ids[-1:]:  # the policy has ended the turn itself
-            ids = ids[1:]
+        # what the policy reads next, with "?" for a lone surrogate
+        made = json.loads(json.dumps(made, ensure_ascii=False).encode(errors="replace"))
+        prompt, start, end = reply.segments()[-1]
+        try:
+            with blame(f"an environment's {made!r:.40}"):
+                text, ids, chat, new = hear(made, reply, task, run)
+        except UserError as error:
+            reply.fault = str(error)
+            continue
 
         # its model would look for one more image
         if task.images and task.images.token in ids:
@@ -2174,31 +2230,71 @@ def listen(replies, task, run):
             continue
 
         # if it leaves no room for another turn, the row was cut off
-        reply.finished = len(reply.ids) + len(ids) < run.max_response_length
-        if reply.finished:
-            reply.ids += ids
-            reply.shown += ids
-            reply.log_probs += [None] * len(ids)
-            reply.turns.append(observation)
-            going.append(reply)
+        n = 0 if new else end - start + len(ids)
+        reply.finished = room_behind(new or prompt, n, task, run) > 0
+        if not reply.finished:
+            continue
+        if new:
+            reply.contexts.append((end, new))
+            reply.shown += common.encode_behind(task.tokenizer, reply.text, text)
+        reply.ids += ids
+        reply.shown += ids
+        reply.log_probs += [None] * len(ids)
+        reply.turns.append(text)
+        reply.chat = chat
+        going.append(reply)
     return going
 
 
-def as_user_message(text, task, run):
-    """The text as a user message in a chat, from the end of the assistant's turn before it to the
-    start of the next one, wrapped in the template's tokens."""
-    before = "the turn before"
-    chat = [
-        {"role": "user", "content": "?"},
-        {"role": "assistant", "content": before},
-        {"role": "user", "content": text},
-    ]
-    with blame("--environment: needs a chat template that shows an assistant's turn as it is"):
-        options = common.json_object("--chat-template-kwargs", run.chat_template_kwargs)
-        whole = task.tokenizer.apply_chat_template(
-            chat, add_generation_prompt=True, tokenize=False, **options
-        )
-        return whole.split(before, 1)[1].lstrip()
+def hear(made, reply, task, run):
+    """What the policy reads behind its turn -> (its text, ids that go on from the turn, the chat so
+    far or None, the Prompt of a new segment in their place or None). ValueError: it is unusable.
+
+    The next prompt of a chat is the template's text of the messages so far. If it begins with what
+    stands in the row, the row goes on; if not, as where a template drops thoughts, a new one
+    begins."""
+    tokenizer = task.tokenizer
+    prompt, *_ = reply.segments()[-1]
+    row = prompt.row or {}
+    known = dict(row, images=prompt.images)  # where they are, whatever the folder
+
+    # a new context
+    if isinstance(made, dict) and "role" not in made:
+        asked = json.loads(made["messages"]) if "messages" in made else made["prompt"]
+        new = to_prompt(asked, known, run, tokenizer, task.images)
+        return new.text, [], None, new
+
+    # text, behind text
+    before = common.decode(tokenizer, (prompt.ids + reply.ids)[-16:])
+    if not prompt.messages:
+        if isinstance(made, dict):
+            raise ValueError("a message goes with prompts that are chats, see --chat")
+        return made, common.encode_behind(tokenizer, before, made), None, None
+
+    # the messages so far: the policy's turn may go on from what the prompt has begun
+    chat = reply.chat or prompt.messages
+    so_far = in_template(chat, row, run, tokenizer)
+    begun = common.THOUGHT.search(so_far)
+    begun = begun[0] if begun else ""
+    if chat[-1]["role"] == "assistant":
+        begun = common.content_of(chat[-1])
+        chat = chat[:-1]
+    said = {"role": "assistant", "content": begun + reply.turns[-1]}
+    heard = made if isinstance(made, dict) else {"role": "user", "content": made}
+    chat = common.text_messages([*chat, said, heard], bool(task.images))
+    text = common.content_of(heard)
+
+    # what is new in the template's text of them
+    whole = in_template(chat, row, run, tokenizer)
+    so_far += reply.turns[-1]
+    if not whole.startswith(so_far):
+        return text, [], None, to_prompt(chat, known, run, tokenizer, task.images)
+    rest = whole.removeprefix(so_far)
+    if reply.ids[-1] in task.stop_ids:  # the policy has ended the turn itself
+        end = common.decode(tokenizer, reply.ids[-1:])
+        if rest.lstrip().startswith(end):
+            rest = rest.lstrip().removeprefix(end)
+    return text, common.encode_behind(tokenizer, before, rest), chat, None
 
 
 def stop_tokens(config, tokenizer):
@@ -3093,7 +3189,9 @@ def plain(made):
     """What a function has returned in exact str, float, None, list and dict: the rank cannot
     unpickle the user's classes."""
     if isinstance(made, dict):
-        return {str.__str__(name): plain(x) for name, x in made.items()}
+        chat = partial(json.dumps, ensure_ascii=False)  # messages, whose numbers stay as they are
+        read = {"messages": chat}
+        return {str.__str__(name): read.get(name, plain)(x) for name, x in made.items()}
     if isinstance(made, str):
         return str.__str__(made)
 

@@ -64,7 +64,8 @@ def a_run_on_prompts(**fields):
 def a_task(**fields):
     """A Task in which only these fields are set."""
     empty = dict.fromkeys(ppo_loop.Task._fields)
-    return ppo_loop.Task(**empty | {"media_ids": (), "stop_ids": [EOS]} | fields)
+    usual = {"media_ids": (), "stop_ids": [EOS], "longest": math.inf}
+    return ppo_loop.Task(**empty | usual | fields)
 
 
 def text_of_reply(ids):
@@ -282,7 +283,7 @@ def assert_drawn_from_the_softmax(replies, lm, prompt):
     assert abs(excess[0.8]) < 3.5 and excess[1.0] > 5  # a fit that is too good is wrong as well
 
 
-def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, **fields):
+def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, task=None, **fields):
     """roll_out on prompts (q0=, q1= ... by default) with an engine that answers these turns (with
     EOS, unless one ends in "...") and observe(...) as environment -> (replies, what the engine was
     asked)."""
@@ -300,7 +301,7 @@ def play(turns, observe, prompts=(), tokenizer=TOKENIZER, images=None, **fields)
     prompts = prompts or [Prompt(ids_of(f"q{i}="), f"q{i}=", f"answer {i}") for i in range(n)]
     replies = [Reply(prompt, 4 + 2 * i) for i, prompt in enumerate(prompts)]
     run = a_run(**{"max_response_length": 30, "environment": "mine.py:observe", **fields})
-    task = a_task(tokenizer=tokenizer, observe=observe, images=images)
+    task = a_task(tokenizer=tokenizer, observe=observe, images=images, **task or {})
     engine = types.SimpleNamespace(generate=generate)
     ppo_loop.roll_out(engine, task, replies, run, 1.0, "key")
     return replies, asked

@@ -9,6 +9,7 @@ import math
 import os
 import pathlib
 import re
+import shutil
 from unittest import mock
 
 import faults
@@ -458,6 +459,88 @@ def runs_with_a_family(folder, kind):
     assert max(row["rollout/log_prob_diff_max"] for row in steps) < 1e-5
 
 
+EPISODES = ("contexts", "chats")
+# of earlier turns it shows the last letter alone, so a turn of more letters is a new segment
+TELLS_LESS = """{% for m in messages %}<{{ m.role[0] }}>
+{%- if m.role == 'assistant' %}{{ m.content[-1:] }}{% else %}{{ m.content }}{% endif %}<eos>
+{% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
+
+
+def episodes(folder, kind):
+    """Answers of several rows, as an environment gives new prompts or the chat template rewrites
+    earlier turns: a step on two ranks is that on one to 1e-6, and a run goes on bit for bit. Engine
+    and actor agree on log-probs, so the rows are what the engine has read and written."""
+    ranks = common.WORLD_SIZE
+    own = "--steps 2 --save-every 1 --critic-warmup 0 --max-turns 4 --max-response-length 40"
+    own += f" --environment {REWARDS}:compacts --lam 0.9 --gamma 0.98 --privileged-key response"
+    flags = own.split()
+    for model in ("actor", "critic"):
+        flags += [f"--{model}.ppo-epochs", "1", f"--{model}.ppo-mini-batch-size", "256"]
+
+    # the same actor, with a template
+    if kind == "chats":
+        actor = folder / "actor with a template"
+        flags += [
+            "--chat",
+            "--actor.model",
+            str(actor),
+            "--environment",
+            f"{REWARDS}:notes_lengths",
+        ]
+        if ranks == 1:
+            shutil.copytree(folder / "actor", actor)
+            tokenizer, _ = common.load_config(ppo_loop.ActorConfig(model=str(actor)))
+            tokenizer.chat_template = TELLS_LESS
+            tokenizer.save_pretrained(actor)
+
+    out = folder / f"{kind} on {ranks}"
+    toy(folder, out.name, *flags)
+    if ranks == 2:
+        if common.RANK == 0:
+            check_episodes(out, kind)
+            alone = folder / f"{kind} on 1"
+            assert sampled(out) == sampled(alone)
+            assert_close_runs([out], alone)
+            numbers = metrics_of(out)
+            expected = {key: x for key, x in metrics_of(alone).items() if key[0] == 1}
+            # terms of both signs nearly cancel in this sum, so its rounding counts as it is
+            loss = expected.pop((1, "actor/pg_loss"))
+            assert abs(numbers[1, "actor/pg_loss"] - loss) < 1e-6
+            errors = {
+                key: off(numbers[key], x) for key, x in expected.items() if "_diff" not in key[1]
+            }
+            assert max(errors.values()) < 1e-6, max(errors.items(), key=lambda pair: pair[1])
+        return
+
+    # it goes on from its first step
+    again = folder / f"{kind}, resumed"
+    toy(folder, again.name, *flags, "--resume", str(out / "checkpoints/step_1"))
+    numbers = metrics_of(out)
+    for key, x in metrics_of(again).items():
+        assert key[0] < 2 or numbers[key] == x, key
+
+
+def check_episodes(out, kind):
+    """The dumps of a run: some answers have several rows, whose last one has what a person reads,
+    and metrics count answers."""
+    for metrics in steps_of(out):
+        rows = common.read_lines(out / f"rollouts/step_{metrics['step']}.jsonl")
+        lasts = [row for row, after in zip(rows, [*rows[1:], {}]) if after.get("segment", 0) == 0]
+        assert len(lasts) == len({row["episode"] for row in rows}) == 64
+        several = [row for row in lasts if row["segment"]]
+        assert 8 < len(several) and len(rows) > 80, (kind, len(rows))
+        for name, x in (
+            ("reward/mean", sum(row["score"] for row in lasts)),
+            ("rollout/segments", len(rows)),
+            ("rollout/truncated", sum(row["truncated"] for row in lasts)),
+            ("rollout/actions", sum(sum(row["response_mask"]) for row in rows)),
+        ):
+            assert metrics[name] == pytest.approx(x / 64), name
+        earlier = [row for row in rows if row not in lasts]
+        assert not any(row["score"] or row["response_text"] or row["truncated"] for row in earlier)
+        assert any(sum(row["rewards"]) > 0.01 for row in earlier)  # turns earn where they stand
+
+
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them, the
     turns of all rows, and the parts of the rewards that are there."""
@@ -613,6 +696,9 @@ LAUNCHES = [
     ("families", 1, make_families, (), ()),
     *((f"a run of {kind}", 2, runs_with_a_family, (kind,), ("families",)) for kind in FAMILIES),
     ("functions of a file", 2, functions_of_a_file, (), ("start",)),
+    *((f"episodes, {kind} on 1", 1, episodes, (kind,), ("start",)) for kind in EPISODES),
+    *((f"episodes, {kind} on 2", 2, episodes, (kind,), ("start", f"episodes, {kind} on 1"))
+      for kind in EPISODES),
     ("images on 1", 1, images, (), ()),
     ("images on 2", 2, images, (), ("images on 1",)),
     ("a lost rank is reported", 0, a_lost_rank_is_reported, (), ("start",)),
@@ -621,6 +707,7 @@ LAUNCHES = [
 QUICK = ("start", "golden fsdp 2", "golden megatron tp 2", "fsdp 2 goes on, offloaded")
 QUICK += ("update of the actor on 1", "update of the actor on 2", "functions of a file")
 QUICK += ("a lost rank is reported", "one step on 1", "one step on 2")
+QUICK += ("episodes, contexts on 1", "episodes, contexts on 2")
 for name, ranks, function, args, needs in LAUNCHES:
     slow = name not in QUICK
     forked.scenario(ranks, name, args, tuple(needs), fresh=True, slow=slow)(function)

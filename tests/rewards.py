@@ -146,6 +146,22 @@ def faulty_environment(prompt, response, answer):
     return f"[{len(response)}]" if response.count("[") < most else None
 
 
+def compacts(prompt, response, answer, turns):
+    """An environment with some turns of other prompts, by what the policy has said: it shows a new
+    prompt, or what the policy has said with one letter more, or ends. A turn earns its length."""
+    if len(turns) > 4:
+        return None
+    said = turns[-1]
+    kind = (zlib.crc32(prompt.encode()) + len(turns)) % 4
+    new = {"prompt": f"{said[-3:]}+{len(turns)}="}
+    return (new, f"+{len(said)}=", new, None)[kind], len(said) / 16
+
+
+def notes_lengths(prompt, response, answer, turns):
+    """An environment of a chat: up to two notes, and a turn earns its length."""
+    return (f"{len(turns[-1])}+1=" if len(turns) < 5 else None), len(turns[-1]) / 16
+
+
 def forks(prompt, response, answer):
     """right_digits, after forking a child that returns, raises, exits, is killed or lives on."""
     kind = zlib.crc32((prompt + response).encode()) % 6

@@ -180,7 +180,8 @@ def test_a_list_whose_length_says_neither_turns_nor_tokens_is_a_fault(turns, say
 def test_an_environment_returns_nothing_else_than_text_or_none_and_a_reward(says):
     reply, (rewards, _, faults) = rewarded(["a"], [says], 1)
     assert rewards == [0.0, 1.0] and faults == 1
-    assert "an environment must return text or None, or (either, a reward), not " in reply.fault
+    kinds = "text, a message, a new context or None, or (one of these, a reward)"
+    assert f"an environment must return {kinds}, not " in reply.fault
 
 
 def test_one_number_for_a_turn_of_one_token_is_not_ambiguous():

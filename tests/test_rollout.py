@@ -291,15 +291,213 @@ def test_a_chat_with_an_environment_follows_the_template(closes):
     text = tokenizer.decode(reply.prompt.ids + reply.ids)
     if not closes:  # the policy ends its turns with a token that is not in the template
         text = text.replace("<eos>", "")
-        whole = whole.replace("?\n", "?")
 
     assert text == whole.removesuffix("\n") and [*says] == []  # all of them were asked for
     own = [i for i, x in zip(reply.ids, reply.log_probs) if x is not None]
     assert tokenizer.decode(own) == "a?<eos>b?<eos>c?<eos>"
-    # it would lose what the environment says
-    tokenizer.chat_template = "{{ messages[-1]['content'] }}"
-    with pytest.raises(UserError, match="--environment: needs a chat template"):
-        play(turns, lambda *_: "no", [prompt], tokenizer, max_response_length=99)
+
+
+def prompts_of(batch, tokenizer=TOKENIZER):
+    """The text that stands before each row's first action."""
+    texts = []
+    for row in batch.split(1):
+        first = int(row.response_mask.int().argmax())
+        texts.append(tokenizer.decode(row.input_ids[:first]))
+    return texts
+
+
+def test_a_new_context_begins_a_new_row_of_the_episode():
+    """An environment that compacts: texts, rows, rewards and the hint of each segment equal those
+    written out here; the reply that goes on in its row has one row."""
+
+    def observe(prompt, response, answer, turns):
+        says = {"ab": ("[1]", 0.5), "ab[1]cd": ({"prompt": "sum:cd="}, 0.25), "x": "[2]"}
+        return says.get(response)
+
+    turns = [["ab", "x"], ["cd", "y"], ["ef"]]
+    prompts = [Prompt(ids_of(f"q{i}="), f"q{i}=", row={"hint": i}, critic_ids=[9]) for i in (0, 1)]
+    fields = {"prompt_key": "prompt", "answer_key": "answer", "privileged_key": "hint"}
+    (a, b), asked = play(turns, observe, prompts, **fields)
+    assert a.turns == ["ab", "[1]", "cd", "sum:cd=", "ef"] and a.text == "ab[1]cdsum:cd=ef"
+    assert [text for text, _, _ in asked[2]] == ["sum:cd="] and b.contexts == []
+    assert asked[2][0][1] == random.Random("key 4 2").getrandbits(63)
+
+    # rows: the reply of two segments has two, with numbers that follow each other
+    batch = common.check(ppo_loop.to_batch([a, b]))
+    assert batch.row_id.tolist() == [8, 9, 12] and batch.episode.tolist() == [8, 8, 12]
+    assert prompts_of(batch) == ["q0=", "sum:cd=", "q1="]
+    rows = [TOKENIZER.decode(row.input_ids) for row in batch.split(1)]
+    assert rows == ["q0=ab<eos>[1]cd<eos>", "sum:cd=ef<eos>", "q1=x<eos>[2]y<eos>"]
+    assert batch.actions.tolist() == [6, 3, 4] and not batch.truncated.any()
+
+    # rewards: of the turns, and of the whole at the end of the last segment
+    ppo_loop.give_credit(a, 4.0)
+    earned = ppo_loop.rewards_of([a, b])
+    places = earned.nonzero()[:, 0].tolist()
+    ends = [row.input_ids.tolist().index(EOS) for row in batch.split(1)]
+    assert places == [ends[0], batch.cu_seqlens[1] - 1, batch.cu_seqlens[2] - 1]
+    assert earned[places].tolist() == [0.5, 0.25, 4.0]
+
+    # the critic reads the hint before each prompt
+    seen = ppo_loop.to_batch(ppo_loop.with_hints([a]))
+    assert seen.input_ids[0] == 9 and seen.episode.tolist() == [8, 8]
+    assert prompts_of(seen)[1] == "For the critic only: 0.0\nsum:cd=".replace("0.0", "0")
+
+    # one list of a reward is for all turns, or all tokens, of the episode
+    assert ppo_loop.fault_of_reward([1.0] * 3, a) == ""
+    assert ppo_loop.fault_of_reward([1.0] * len(a.ids), a) == ""
+    assert "for 3 turns and 12 tokens" in ppo_loop.fault_of_reward([1.0] * 4, a)
+
+
+@pytest.mark.parametrize("hints", (False, True))
+def test_credit_of_an_episode_is_that_of_a_loop_over_its_actions(hints):
+    """In float64, over the turns of all segments in order; whitening by noise leaves out the whole
+    episode of an action. With hints, the critic's rows are others with the same actions."""
+    says = lambda response: {"ab": {"prompt": "cd="}, "abcd=e": {"prompt": "f"}, "x": "[1]"}
+    prompts = [
+        Prompt(ids_of(f"q{i}="), f"q{i}=", row={"h": 1}, critic_ids=[9, 8]) for i in range(3)
+    ]
+    own = {"privileged_key": "h"} if hints else {}
+    fields = {"prompt_key": "prompt", "answer_key": "answer", "gamma": 0.9, "lam": 0.8, **own}
+    turns = [["ab", "x", "z"], ["e", "y"], ["g"]]
+    replies, _ = play(turns, lambda p, response, a: says(response).get(response), prompts, **fields)
+    assert [len(reply.contexts) for reply in replies] == [2, 0, 0]
+
+    # rewards, log-probs and values of all actions, in the order in which they were made
+    g = torch.Generator().manual_seed(3)
+    draw = lambda n: torch.rand(n, generator=g, dtype=torch.float64)
+    for reply in replies:
+        reply.log_probs = [x and -float(draw(1)) for x in reply.log_probs]
+        reply.earned.update({i: float(draw(1)) for i in reply.ends})
+    batch = ppo_loop.to_batch(replies)
+    seen = ppo_loop.to_batch(ppo_loop.with_hints(replies)) if hints else batch
+    values_T = draw(len(seen.input_ids)).float() * seen.response_mask
+    critic = types.SimpleNamespace(start_at_mean=print, compute_values=lambda rows: values_T)
+    run = a_run(whiten="noise", **fields)
+    rewards_T = ppo_loop.rewards_of(replies)
+    ppo_loop.assign_credit(batch, seen, rewards_T, 0.0, run, critic)
+
+    # the loop; each action of the whole batch belongs to a reply
+    acts = batch.response_mask
+    values, earned = values_T[seen.response_mask].tolist(), rewards_T[acts].tolist()
+    counts = [sum(x is not None for x in reply.log_probs) for reply in replies]
+    owner = [i for i, n in enumerate(counts) for _ in range(n)]
+    advantages, returns = [], []
+    for k in reversed(range(len(values))):
+        goes_on = k + 1 < len(owner) and owner[k + 1] == owner[k]
+        after, carried = (values[k + 1], advantages[0]) if goes_on else (0.0, 0.0)
+        advantages.insert(0, earned[k] + 0.9 * after - values[k] + 0.9 * 0.8 * carried)
+        returns.insert(0, advantages[0] + values[k])
+    torch.testing.assert_close(batch.returns[acts].double(), torch.tensor(returns).double())
+    assert torch.equal(seen.returns[seen.response_mask], batch.returns[acts])
+
+    weights = (batch.rollout_log_probs[acts].double().exp() - 1).square().tolist()
+    less = []
+    for k, x in enumerate(advantages):
+        others = [i for i in range(len(owner)) if owner[i] != owner[k]]
+        mean = sum(weights[i] * advantages[i] for i in others) / sum(weights[i] for i in others)
+        less.append(x - mean)
+    scale = (sum(x * x for x in less) / len(less) + 1e-8) ** -0.5
+    expected = torch.tensor(less) * scale
+    torch.testing.assert_close(batch.advantages[acts], expected, rtol=1e-5, atol=1e-6)
+
+
+def test_messages_are_a_new_context_of_a_chat():
+    tokenizer = chat_tokenizer()
+    user = [{"role": "user", "content": "hi"}]
+    other = [{"role": "system", "content": "s"}, {"role": "user", "content": "go on\ud800"}]
+    tool = {"role": "tool", "content": "7"}
+    says = iter(({"messages": other}, {"prompt": "alone"}, tool, None))
+    prompt = Prompt(tokenizer.encode(common.chat_text(tokenizer, user)), "hi", "yes", user, row={})
+    fields = {"prompt_key": "prompt", "answer_key": "answer", "chat": True}
+    turns = [["a"], ["b"], ["c"], ["d"]]
+    [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, **fields)
+    assert (reply.fault, reply.turns) == ("", ["a", "go on?", "b", "alone", "c", "7", "d"])
+    rows = [tokenizer.decode(row.input_ids) for row in ppo_loop.to_batch([reply]).split(1)]
+    assert rows == [
+        "<user>hi<eos>\n<assistant>a<eos>",
+        "<system>s<eos>\n<user>go on?<eos>\n<assistant>b<eos>",
+        "<user>alone<eos>\n<assistant>c<eos>\n<tool>7<eos>\n<assistant>d<eos>",
+    ]
+
+
+# thoughts are dropped from all turns before the last user message, as by Qwen3's template
+DROPS = """{% set ns = namespace(last=0) %}{% for m in messages %}
+{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}
+{%- for m in messages %}<{{ m.role }}>
+{%- if m.role == 'assistant' and '</think>' in m.content and loop.index0 < ns.last -%}
+{{ m.content.split('</think>')[1] }}{% else %}{{ m.content }}{% endif %}<eos>
+{% endfor %}{% if add_generation_prompt %}<assistant>BEGUN{% endif %}"""
+
+
+@pytest.mark.parametrize("begun", ("", "<think>"))
+def test_a_turn_whose_prompt_rewrites_earlier_ones_begins_a_new_row(begun):
+    """A template that drops thoughts: each row's prompt is the template's text of the messages
+    before it, and what was sampled stays as it was. A tool's result drops nothing, so the row goes
+    on. The template may begin the thought itself."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = DROPS.replace("BEGUN", begun)
+    opens = "" if begun else "<think>"
+    says = iter(({"role": "tool", "content": "5"}, "why?", None))
+    user = [{"role": "user", "content": "2+3"}]
+    prompt = Prompt(tokenizer.encode(common.chat_text(tokenizer, user)), "2+3", "5", user, row={})
+    turns = [[f"{opens}a</think>add"], [f"{opens}b</think>5"], [f"{opens}c</think>so"]]
+    fields = {"max_response_length": 99, "prompt_key": "prompt", "answer_key": "answer"}
+    [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, **fields)
+    assert reply.fault == "" and len(reply.contexts) == 1
+
+    batch = ppo_loop.to_batch([reply])
+    first, second = (tokenizer.decode(row.input_ids) for row in batch.split(1))
+    assert (
+        prompts_of(batch, tokenizer)[1] == "<user>2+3<eos>\n<assistant>add<eos>\n<tool>5<eos>\n"
+        f"<assistant>5<eos>\n<user>why?<eos>\n<assistant>{begun}"
+    )
+    if begun:  # the template shows this beginning only as a part of a turn
+        first = first.replace("<assistant><think>", "<assistant>")
+        second = second.replace("<assistant><think>", "<assistant>")
+    assert (
+        first == f"<user>2+3<eos>\n<assistant>{opens}a</think>add<eos>\n<tool>5<eos>\n"
+        f"<assistant>{opens}b</think>5<eos>"
+    )
+    assert second.endswith(f"<assistant>{opens}c</think>so<eos>")
+    acting = tokenizer.decode(batch.input_ids[batch.response_mask])
+    assert acting == "".join(f"{said}<eos>" for [said] in turns)
+
+
+@pytest.mark.parametrize("longest, rooms, finished", [
+    (9, [6, 2], True),  # the context of seven letters leaves two, of which its answer needs two
+    (8, [5, 1], False),  # it leaves one
+    (7, [4], False),  # it leaves none, so there is no turn
+])  # fmt: skip
+def test_a_row_with_a_new_context_is_as_long_as_others_at_most(longest, rooms, finished):
+    task = {"longest": longest}
+    fields = {"prompt_key": "prompt", "answer_key": "answer", "max_response_length": longest - 3}
+    says = iter(({"prompt": "context"}, None))
+    row = Prompt(ids_of("q0="), "q0=", row={})
+    turns = [["ab"], ["c"]]
+    [reply], asked = play(turns, lambda *_: next(says), [row], task=task, **fields)
+    assert [most for [(_, _, most)] in asked] == rooms and reply.finished == finished
+    assert reply.fault == ""
+    batch = common.check(ppo_loop.to_batch([reply]))
+    assert max(batch.lengths) <= longest and batch.truncated.tolist()[:-1] == [False] * (
+        len(rooms) - 1
+    )
+    assert bool(batch.truncated[-1]) == (not finished)
+
+
+@pytest.mark.parametrize("made, words", [
+    ({"messages": []}, "an environment's {'messages': '[]'}"),
+    ({"messages": "text", "role": "user"}, "must return text, a message"),
+    ({"messages": [{"role": "user"}]}, "message 1: needs content"),
+    ({"prompt": ""}, "must be text and not empty"), ({"prompt": 5}, "not {'prompt': 5.0}"),
+    ({"role": "tool", "content": "5"}, "goes with prompts that are chats"),
+    ({"role": "tool"}, "must return text, a message"), ({"text": "a"}, "not {'text': 'a'}"),
+])  # fmt: skip
+def test_faults_of_a_new_context_are_those_of_its_row(made, words):
+    fields = {"prompt_key": "prompt", "answer_key": "answer"}
+    row = Prompt(ids_of("q0="), "q0=", row={})
+    [reply], asked = play([["ab"]], lambda *_: made, [row], **fields)
+    assert words in reply.fault and len(asked) == 1 and reply.contexts == []
 
 
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-3), (torch.bfloat16, 0.5)])

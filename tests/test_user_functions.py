@@ -700,7 +700,8 @@ def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
     (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
     (["text"], "a reward must be a finite number, or a list of them, not 'more'"),
     (["meets", "notes"],
-     "an environment must return text or None, or (either, a reward), not 0.5"),
+     "an environment must return text, a message, a new context or None, or (one of these,"
+    " a reward), not 0.5"),
 ])  # fmt: skip
 def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
     flag = "--environment" if len(functions) == 2 else "--reward"

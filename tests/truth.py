@@ -255,6 +255,9 @@ class Maker:
         replies = [Reply(prompt, i * n + k) for i, prompt in numbered for k in range(n)]
         ppo_loop.roll_out(self.engine, self.task, replies, run, run.temperature, f"{run.seed}")
         ppo_loop.score(run, self.reward, self.phases, replies)
+        if any(of_all_ranks(any(reply.contexts for reply in replies))):
+            wrong = "true values are of answers of one row, but a turn has a new context"
+            raise UserError(f"--environment: {wrong}")
 
         # the places to look at; answers to a prompt may have some in common
         answers = [[State(reply, i) for i in self.places(reply)] for reply in replies]
@@ -364,6 +367,8 @@ class Maker:
         new = Reply(reply.prompt, row_id, ids, reply.log_probs[: state.start])
         new.turns = reply.turns[: 2 * state.turn]
         new.ends = reply.ends[: state.turn]
+        if reply.chat:  # it has two messages more for each turn
+            new.chat = reply.chat[: len(reply.chat) - len(reply.turns) + 1 + 2 * state.turn]
 
         # as in roll_out, texts have no padding of the policy and no ends of its turns
         pad = self.task.tokenizer.pad_token_id

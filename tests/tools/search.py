@@ -141,7 +141,7 @@ def next_blocks(search, engine, task, rows, going, temperature):
         key = f"{seed} {len(reply.ids)} {n % search.candidates}"
         own = random.Random(key).getrandbits(63)
         asked.append((ids + reply.ids, own, min(search.block, room - len(reply.ids))))
-    blocks = engine.generate(asked, temperature, ppo_loop.images_of_rows(begun))
+    blocks = engine.generate(asked, temperature, [reply.prompt.images for reply in begun])
 
     # equal candidates are one; a text of --stop may have begun in an earlier block
     candidates = {}
