@@ -461,7 +461,7 @@ def update_critic(loop, batch, replies):
     critic = loop.critic
     with loop.phases("critic", *loop.of_critic()):
         # with --privileged-key the critic reads hints before the prompts, and the actor does not
-        seen = to_batch(with_hints(replies)) if run.privileged_key else batch
+        seen = to_batch(replies, hints=True) if run.privileged_key else batch
         assign_credit(batch, seen, rewards_of(replies), loop.kl_coef, run, critic)
         return critic.update_critic(seen)
 
@@ -1131,12 +1131,13 @@ def write_jsonl(batch, path, replies=()):
     few = replace(batch, **dict.fromkeys(unused))
     texts = [] if replies else [{}] * len(few)
     for reply in replies:
-        *earlier, last = [{"prompt_text": prompt.text} for prompt, *_ in reply.segments()]
-        for text in earlier:
-            text |= {"response_text": "", "score": 0.0, "parts": dict.fromkeys(reply.parts, 0.0)}
-        last |= {"response_text": reply.text, "score": reply.score, "parts": reply.parts}
-        for text in (*earlier, last):
-            texts.append(text | {"fault": reply.fault, "answer": reply.prompt.answer})
+        for prompt, _, end in reply.segments():
+            told = Reply(prompt, 0, parts=dict.fromkeys(reply.parts, 0.0))
+            if end == len(reply.ids):
+                told = reply
+            text = {"prompt_text": prompt.text, "response_text": told.text}
+            text |= {"score": told.score, "parts": told.parts, "fault": reply.fault}
+            texts.append(text | {"answer": reply.prompt.answer})
 
     # select copies, because pickle would send a view's whole storage
     parts = on_rank_0((few.select(range(len(few))), texts))
@@ -1280,9 +1281,9 @@ def rows_of_rank(prompts, n=1):
     return [Reply(prompts[i // n], i) for i in range(RANK, len(prompts) * n, WORLD_SIZE)]
 
 
-def to_batch(replies):
+def to_batch(replies, hints=False):
     """A Batch of prompts and replies, with the engine's log-probs; a row for each segment (a
-    collective)."""
+    collective). hints: with prompts as the critic reads them, see --privileged-key."""
     # the rows of an episode follow one another; if all have one row, it has the reply's number
     most = max(of_all_ranks(max((len(reply.segments()) for reply in replies), default=1)))
     rows = []
@@ -1292,9 +1293,10 @@ def to_batch(replies):
     images = []
     for reply in replies:
         for number, (prompt, start, end) in enumerate(reply.segments()):
-            rows.append(prompt.ids + reply.ids[start:end])
+            ids = prompt.critic_ids if hints else prompt.ids
+            rows.append(ids + reply.ids[start:end])
             row_ids.append(reply.row_id * most + number)
-            log_probs += [None] * len(prompt.ids) + reply.log_probs[start:end]
+            log_probs += [None] * len(ids) + reply.log_probs[start:end]
             truncated.append(not reply.finished and end == len(reply.ids))
             images.append({"images": prompt.images} if prompt.images else {})
 
@@ -1309,16 +1311,6 @@ def to_batch(replies):
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
         multi_modal_inputs=images if any(images) else None,
     )
-
-
-def with_hints(replies):
-    """The replies with prompts as the critic reads them, see --privileged-key."""
-    seen = []
-    for reply in replies:
-        first, *others = (x._replace(ids=x.critic_ids) for x, *_ in reply.segments())
-        contexts = [(start, x) for (start, _), x in zip(reply.contexts, others)]
-        seen.append(replace(reply, prompt=first, contexts=contexts))
-    return seen
 
 
 def read_prompts(run, tokenizer, images):
@@ -1464,8 +1456,7 @@ def fault_of_observation(made, reply):
     pair = isinstance(made, list) and len(made) == 2 and is_number(made[1])
     text = made[0] if pair else made
     if isinstance(text, dict):
-        kinds = text.keys() & {"messages", "prompt", "role"}
-        text = text.get("content" if kinds == {"role"} else "".join(kinds), nan)
+        text = next((text[key] for key in ("messages", "prompt", "role") if key in text), nan)
     if text is None or isinstance(text, str):
         return ""
     kinds = "text, a message, a new context or None, or (one of these, a reward)"

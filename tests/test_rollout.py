@@ -339,7 +339,7 @@ def test_a_new_context_begins_a_new_row_of_the_episode():
     assert earned[places].tolist() == [0.5, 0.25, 4.0]
 
     # the critic reads the hint before each prompt
-    seen = ppo_loop.to_batch(ppo_loop.with_hints([a]))
+    seen = ppo_loop.to_batch([a], hints=True)
     assert seen.input_ids[0] == 9 and seen.episode.tolist() == [8, 8]
     assert prompts_of(seen)[1] == "For the critic only: 0.0\nsum:cd=".replace("0.0", "0")
 
@@ -370,7 +370,7 @@ def test_credit_of_an_episode_is_that_of_a_loop_over_its_actions(hints):
         reply.log_probs = [x and -float(draw(1)) for x in reply.log_probs]
         reply.earned.update({i: float(draw(1)) for i in reply.ends})
     batch = ppo_loop.to_batch(replies)
-    seen = ppo_loop.to_batch(ppo_loop.with_hints(replies)) if hints else batch
+    seen = ppo_loop.to_batch(replies, hints=True) if hints else batch
     values_T = draw(len(seen.input_ids)).float() * seen.response_mask
     critic = types.SimpleNamespace(start_at_mean=print, compute_values=lambda rows: values_T)
     run = a_run(whiten="noise", **fields)
@@ -487,11 +487,11 @@ def test_a_row_with_a_new_context_is_as_long_as_others_at_most(longest, rooms, f
 
 @pytest.mark.parametrize("made, words", [
     ({"messages": []}, "an environment's {'messages': '[]'}"),
-    ({"messages": "text", "role": "user"}, "must return text, a message"),
+    ({"messages": "text", "role": "user"}, "goes with prompts that are chats"),
     ({"messages": [{"role": "user"}]}, "message 1: needs content"),
     ({"prompt": ""}, "must be text and not empty"), ({"prompt": 5}, "not {'prompt': 5.0}"),
     ({"role": "tool", "content": "5"}, "goes with prompts that are chats"),
-    ({"role": "tool"}, "must return text, a message"), ({"text": "a"}, "not {'text': 'a'}"),
+    ({"role": 5}, "must return text, a message"), ({"text": "a"}, "not {'text': 'a'}"),
 ])  # fmt: skip
 def test_faults_of_a_new_context_are_those_of_its_row(made, words):
     fields = {"prompt_key": "prompt", "answer_key": "answer"}

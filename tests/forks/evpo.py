@@ -6,7 +6,6 @@ If they explain nothing, advantages are returns minus their mean over all action
 a prompt (--rollout-n 1: of the batch). critic/helps says which of them a step has used.
 """
 
-from collections import Counter
 from itertools import chain
 
 import fork
@@ -31,23 +30,24 @@ def advantages_of(batch, run):
     if helps(batch, run):
         return gae(batch, run)
 
-    # sums of each row on its rank; the row_ids of one prompt are consecutive
-    returns_T = common.monte_carlo(batch, run.gamma, run.gae_level)
-    row_T = batch.row_of_token
-    sum_B = torch.zeros(len(batch), dtype=torch.float64).index_add(0, row_T, returns_T.double())
-    prompts = [row_id // run.rollout_n for row_id in batch.row_id.tolist()]
-    groups = prompts if run.rollout_n > 1 else [0] * len(batch)
-    mine = list(zip(groups, sum_B.tolist(), batch.actions.tolist()))
+    # sums of each answer, over all ranks; those to one prompt follow each other
+    whole, index_T = common.end_to_end(batch)
+    returns_T = common.monte_carlo(whole, run.gamma, run.gae_level)
+    row_T = whole.row_of_token
+    sum_B = torch.zeros(len(whole), dtype=torch.float64).index_add(0, row_T, returns_T.double())
+    mine = list(zip(whole.row_id.tolist(), sum_B.tolist(), whole.actions.tolist()))
+    answers = sorted(chain(*common.of_all_ranks(mine)))
 
-    # sums of each group, over all ranks
-    sums = Counter()
-    actions = Counter()
-    for group, row_sum, row_actions in chain(*common.of_all_ranks(mine)):
-        sums[group] += row_sum
-        actions[group] += row_actions
+    # the mean of each group
+    mean_of = {}
+    size = run.rollout_n if run.rollout_n > 1 else len(answers)
+    for first in range(0, len(answers), size):
+        row_ids, sums, actions = zip(*answers[first : first + size])
+        mean_of |= dict.fromkeys(row_ids, sum(sums) / max(sum(actions), 1))
 
-    mean_B = [sums[group] / max(actions[group], 1) for group in groups]
-    return torch.where(batch.response_mask, returns_T - torch.tensor(mean_B)[row_T], 0.0)
+    mean_B = torch.tensor([mean_of[row_id] for row_id in whole.row_id.tolist()])
+    less_T = torch.where(whole.response_mask, returns_T - mean_B[row_T], 0.0)
+    return common.to_rows(less_T, index_T)
 
 
 def update_critic(loop, batch, replies):
