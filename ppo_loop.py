@@ -211,8 +211,8 @@ class Run:
     train_batch_size: Positive = 256
     # responses per prompt (torchrun would take --n for one of its own flags)
     rollout_n: Annotated[int, Field(gt=0, le=4096)] = 1
-    # tokens behind a prompt, incl. observations (None: 8 for addition, else 256); a new context
-    # counts anew, and is as long with its response as that of any prompt at most
+    # tokens behind a prompt, incl. observations (None: 8 for addition, else 256). Behind a new
+    # context they count anew; both together have the room of the longest prompt with its response
     max_response_length: Positive | None = None
     # sampling temperature, also applied to all log-probs of actor and reference
     temperature: Heat = 1.0
@@ -1558,11 +1558,12 @@ class RewardModel:
             raise UserError(f"--reward-model {config.model}: {fault}") from None
 
     def ids(self, reply):
-        """The row in this model's token ids, of an episode the last one; without a chat template,
-        only the last message and reply."""
-        prompt, start, _ = reply.segments()[-1]
+        """The reply's last row. In other token ids than the actor's, its first prompt and its text;
+        without a chat template, only the last message of the prompt."""
         if self.same_tokens:
+            prompt, start, _ = reply.segments()[-1]
             return prompt.ids + reply.ids[start:]
+        prompt = reply.prompt
         if prompt.messages and self.tokenizer.chat_template:
             messages = [*prompt.messages, {"role": "assistant", "content": reply.text}]
             text = common.chat_text(self.tokenizer, messages, complete=True)
@@ -1576,8 +1577,7 @@ class RewardModel:
             # token, whose id does not matter, has the value at that token
             one_action_later = []
             for reply in replies:
-                prompt = reply.segments()[-1][0]
-                prompt = Prompt(self.ids(reply), images=prompt.images)
+                prompt = Prompt(self.ids(reply), images=reply.prompt.images)
                 one_action_later.append(Reply(prompt, reply.row_id, [0], [0.0]))
             batch = to_batch(one_action_later)
             values_T = self.worker.compute_values(batch)

@@ -579,6 +579,26 @@ def test_a_prompt_with_images_is_a_row_of_the_critic(rollouts, tmp_path):
     assert rows_images(again) == rows_images(rows)
 
 
+def test_a_new_context_shows_the_images_of_its_prompt(rollouts):
+    """It has the same files, with their placeholders; one without the images is a fault."""
+    w = an_actor("tiny-qwen3-vl")
+    rollouts.write_text(json.dumps({"prompt": f"{SEE}?", "images": ["b.png"]}))
+    (prompt,) = load_prompts(rollouts, w)
+    run = a_run(actor=w.config, prompts=str(rollouts), reward="mine.py:f")
+    task = w.critic.task._replace(tokenizer=TOKENIZER, stop_ids=[])
+    reply = ppo_loop.Reply(prompt, 0, [5, 6], [-0.5] * 2, turns=["a"])
+    text, ids, _, new = ppo_loop.hear({"prompt": f"and {SEE} now?"}, reply, task, run)
+    assert (ids, new.images, new.ids.count(IMAGE)) == ([], prompt.images, 8)
+
+    reply.contexts.append((2, new))
+    reply.ids.append(7)
+    reply.log_probs.append(-0.5)
+    batch = ppo_loop.to_batch([reply])
+    assert batch.multi_modal_inputs == [{"images": prompt.images}] * 2
+    with refused("placeholders come in runs of 0 tokens, but its images have [8]"):
+        ppo_loop.hear({"prompt": "none"}, reply, task, run)
+
+
 def rows_images(rows):
     """The image files of each row, None for a row without."""
     return [row.get("images") for row in rows.multi_modal_inputs]

@@ -2,7 +2,7 @@
 
     python tests/forks/first_token_credit.py --critic-warmup 30 --critic.value-head-init mean
 
-The advantages of a row of L actions have their own lambda, Q^(1 / (L - 1)); JustRL-II has
+The advantages of an answer of L actions have their own lambda, Q^(1 / (L - 1)); JustRL-II has
 Q^(1 / L). More flags are those of ppo_loop.py.
 """
 
@@ -19,9 +19,10 @@ Q = 0.5
 def with_credit(batch, run, q):
     """(T,) advantages before they are whitened, if the first token's share is q."""
     if run.lam_policy is not None or run.gae_level == "turn":
-        words = "a lambda for each row excludes --lam-policy and --gae-level turn"
+        words = "a lambda for each answer excludes --lam-policy and --gae-level turn"
         raise common.UserError(f"first_token_credit.py: {words}")
-    lambdas = [q ** (1 / max(n - 1, 1)) for n in batch.actions.tolist()]
+    whole, _ = common.end_to_end(batch)
+    lambdas = [q ** (1 / max(n - 1, 1)) for n in whole.actions.tolist()]
     credited = replace(batch)
     common.add_returns(credited, run.gamma, lambdas, run.bootstrap_truncated)
     return credited.advantages
