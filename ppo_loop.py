@@ -1129,6 +1129,8 @@ def write_jsonl(batch, path, replies=()):
     used = ("token_level_rewards", "values", "rollout_log_probs")
     unused = set(Batch.FLOATS).difference(used)
     few = replace(batch, **dict.fromkeys(unused))
+
+    # an earlier row of an episode tells as little as a reply without text
     texts = [] if replies else [{}] * len(few)
     for reply in replies:
         for prompt, _, end in reply.segments():
