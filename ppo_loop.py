@@ -1302,8 +1302,9 @@ def to_batch(replies, hints=False):
             truncated.append(not reply.finished and end == len(reply.ids))
             images.append({"images": prompt.images} if prompt.images else {})
 
+    # LongTensor and BoolTensor, because a rank may have no rows
     row_id = torch.LongTensor(row_ids)
-    return Batch(  # LongTensor and BoolTensor, because a rank may have no rows
+    return Batch(
         input_ids=torch.LongTensor(list(chain(*rows))),
         cu_seqlens=common.cumulative(list(map(len, rows))),
         response_mask=torch.BoolTensor([x is not None for x in log_probs]),
