@@ -2280,10 +2280,9 @@ def hear(made, reply, task, run):
 
     # what is new in the template's text of them
     whole = in_template(chat, row, run, tokenizer)
-    so_far += reply.turns[-1]
-    if not whole.startswith(so_far):
+    rest = common.read_since(so_far + reply.turns[-1], whole)
+    if rest is None:
         return text, [], None, to_prompt(chat, known, run, tokenizer, task.images)
-    rest = whole.removeprefix(so_far)
     if reply.ids[-1] in task.stop_ids:  # the policy has ended the turn itself
         end = common.decode(tokenizer, reply.ids[-1:])
         if rest.lstrip().startswith(end):

@@ -540,6 +540,14 @@ def check_episodes(out, kind):
         assert not any(row["score"] or row["response_text"] or row["truncated"] for row in earlier)
         assert any(sum(row["rewards"]) > 0.01 for row in earlier)  # turns earn where they stand
 
+        # a critic reads the same episodes
+        again = common.read_rows(str(out / f"rollouts/step_{metrics['step']}.jsonl"), None)
+        read = [[rows[i]["segment"] for i in episode] for episode in again.episodes()]
+        assert len(read) == 64 and all(x == [*range(len(x))] for x in read)
+        assert again.input_ids.tolist() == sum(
+            (row["prompt_ids"] + row["response_ids"] for row in rows), []
+        )
+
 
 def functions_of_a_file(folder):
     """A reward and an environment that fail on some rows: the run goes on and counts them, the
