@@ -4,12 +4,25 @@ test_megatron_layouts.py, whose references of segments are those of the whole ro
 
 import dataclasses
 import itertools
+import json
 import math
+import random
+import re
+import shutil
 
 import helpers
 import pytest
 import torch
-from helpers import cut_into_segments, parts_of, random_batch, refused, rows_after, rows_of
+from helpers import (
+    cut_into_segments,
+    parts_of,
+    random_batch,
+    refused,
+    rows_after,
+    rows_of,
+    succeeded,
+    torchrun,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import gae_by_hand
@@ -204,3 +217,48 @@ def test_a_column_of_episodes_that_is_none_is_refused():
     batch.episode = torch.tensor([0, 0])
     with refused("episode: has 2 entries instead of 3"):
         common.check(batch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
+def test_a_run_on_a_file_of_episodes_is_the_same_on_two_ranks_and_after_a_kill(script, tmp_path):
+    """Segments of an episode stand apart in the file. Steps are of whole episodes, in mini-batches
+    of rows; after kill -9 behind a checkpoint the run ends with the same bits."""
+    g = random.Random(0)
+    lines = []
+    for episode in range(24):
+        text = "".join(g.choices("0123456789", k=4)) + "="
+        for segment in range(g.randint(1, 5)):
+            answer = "".join(g.choices("0123456789", k=g.randint(1, 4)))
+            row = {"episode": f"a{episode % 23}", "prompt": text, "response": answer}
+            lines.append((segment, row | {"reward": g.random()}))
+            text += answer + "+" if segment % 2 else answer + "-"
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("\n".join(json.dumps(row) for _, row in sorted(lines, key=lambda x: x[0])))
+
+    flags = (
+        f"--rollouts {rows} --train-batch-size 30 --steps 4 --save-every 1 --eval-every 4 --lam 0.9"
+    )
+    flags = [script, *flags.split(), "--ppo-mini-batch-size", "16"]
+    one = succeeded(torchrun(1, *flags, "--out-dir", tmp_path / "one"))
+    assert re.search(r"rows       \d+ of 23 episodes of", one)
+    succeeded(torchrun(2, *flags, "--out-dir", tmp_path / "two"))
+    ours, theirs = (common.read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    assert len(ours) == len(theirs) == 4
+    for line, of_two in zip(ours, theirs):
+        for name in ("critic/vf_loss", "critic/grad_norm", "critic/returns_mean"):
+            if name in line:
+                assert of_two[name] == pytest.approx(line[name], rel=2e-5), name
+
+    # as a kill leaves it: what came behind the second step is gone
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "one", cut)
+    for step in (3, 4):
+        shutil.rmtree(cut / "checkpoints" / f"step_{step}")
+    succeeded(torchrun(1, *flags, "--out-dir", cut, "--resume", "auto"))
+    again = common.read_lines(cut / "metrics.jsonl")
+    for line, later in zip(ours, again, strict=True):
+        kept = {name: x for name, x in line.items() if not name.startswith("perf/")}
+        assert kept == {name: later[name] for name in kept}
+    for file in (tmp_path / "one" / "hf").glob("*.safetensors"):
+        assert file.read_bytes() == (cut / "hf" / file.name).read_bytes()
