@@ -1588,7 +1588,6 @@ def read_rows(
     """Reads files of rows (or a list of JSON lines) as one Batch. row_id counts them, from 0; the
     segments of an episode follow each other, in their order.
 
-
     model_config: of the model that the rows must fit. flag: what to call the files in an error.
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
