@@ -553,7 +553,7 @@ def pack_rows(batch, device, share, unit=1):
     """Packs rows end to end, see common.lay_out_once -> (slots_S, index_T, Pack).
 
     slots_S: the index of each slot's token, or T for padding to a multiple of `unit`. index_T: each
-    token's slot, where later tokens of its row find its key."""
+    token's slot, where later tokens of its row find its key. Both are on the host."""
     slots_S, index_T, sequences = common.lay_out_once(batch, share)
     total = len(batch.input_ids)
     lengths = batch.lengths
@@ -572,7 +572,7 @@ def pack_rows(batch, device, share, unit=1):
         keys = torch.cat([*(places[row] for _, row in sequences), behind])
         keys = keys.to(device, non_blocking=True)
     slots_S = F.pad(slots_S, (0, pad), value=total)
-    return slots_S, index_T.to(device, non_blocking=True), Pack(queries, device, seen, keys)
+    return slots_S, index_T, Pack(queries, device, seen, keys)
 
 
 def row_sharing(config):

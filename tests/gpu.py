@@ -194,6 +194,7 @@ def kernels(report):
 def kernel_is_off(rows, heads, window, share):
     """{what: relative error} of attention and its gradients."""
     slots_S, index_T, pack = critic_fsdp.pack_rows(rows, gpu.DEVICE, share)
+    index_T = index_T.to(gpu.DEVICE)
     sizes = [(1, n, len(slots_S), heads.features) for n in (heads.queries, heads.keys, heads.keys)]
     qkv = [torch.randn(size, device=gpu.DEVICE).bfloat16().requires_grad_() for size in sizes]
     grad_1HTD = torch.randn(1, heads.queries, len(index_T), heads.features, device=gpu.DEVICE)
