@@ -851,6 +851,7 @@ def dp_compute_proto(needs=(), may_have=()):
 
             # the caller's autocast is for its own models
             rows = rows_of_all_ranks(batch)
+            batch = replace(batch, episode=None)  # the Rows say it, and only some ranks may have it
             autocast = torch.autocast(self.device.type, enabled=False)
             with torch.profiler.record_function(method.__name__), autocast:
                 return method(self, batch, rows)
@@ -931,7 +932,7 @@ def describe(batch):
             segment = rows.segment[before] + 1
             digest = rows.prompt[before]
             shared = 0
-            if not images[index] and not images[before]:
+            if numbers[index] >= 0 and not images[index] and not images[before]:
                 shared = alike(ids[starts[before] : starts[before + 1]], ids_L)
 
         place = (numbers[index], RANK, index, len(ids_L), acts_L.sum())
@@ -1564,6 +1565,8 @@ class Rollout(BaseModel, strict=True):
     def one_of_each(self):
         for names in ALTERNATIVES:
             given = [name for name in names if getattr(self, name) is not None]
+            if not given and "reward" in names and self.episode is not None:
+                continue  # another segment has the reward
             if len(given) != 1:
                 has = " and ".join(given) or "none"
                 raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
@@ -1599,7 +1602,7 @@ def read_rows(
     fixed = (tokenizer, ends, hint_key, chat or {}, place_images is not None, last_turn_only)
 
     # row by row, so that a fault has its place
-    found = []  # (place, number of its object, episode, segment, Batch) of each row
+    found = []  # (place, number of its object, Rollout, Batch) of each row
     notes = collections.Counter()
     for index, (place, folder, row) in enumerate(raw_rows(source, flag, convert, keys)):
         try:
@@ -1611,7 +1614,7 @@ def read_rows(
                 elif rollout.images:
                     raise UserError("it has images, but this model reads text only")
                 one = batch_of_one(rollout, index)
-                found.append((place, index, rollout.episode, rollout.segment, one))
+                found.append((place, index, rollout, one))
                 if model_config:
                     check_rows(one, model_config)
         except UserError as fault:
@@ -1633,16 +1636,31 @@ def read_rows(
 
 def in_order(found, sources):
     """The rows that read_rows has found, as a Batch: episodes in the order of their first lines,
-    and the rows of each in that of their segments. sources: see read_rows. UserError: two lines
-    say that they are the same segment."""
+    and the rows of each in that of their segments. An episode lies in one file. sources: see
+    read_rows. UserError: its segments have no order, or nothing is said of its reward."""
     first = {}  # name of an episode -> number of its first object
-    numbered = {}  # (name of an episode, segment) -> number of its object
+    numbered = {}  # name of an episode -> whether its segments have numbers
+    segments = {}  # (name of an episode, segment) -> number of its object
+    silent = {}  # name of an episode -> where it is, until a segment says what it earns
     rows = []
-    for place, index, episode, segment, row in found:
-        name = index if episode is None else (episode,)
-        if segment is not None and numbered.setdefault((name, segment), index) != index:
-            raise UserError(f"{place}: episode {episode!r} has two segments {segment}")
+    for place, index, rollout, row in found:
+        segment = rollout.segment
+        name = index
+        if rollout.episode is not None:
+            name = (place.rpartition(":")[0], rollout.episode)
+        if numbered.setdefault(name, segment is not None) != (segment is not None):
+            words = "has segments with and without a number"
+            raise UserError(f"{place}: episode {rollout.episode!r} {words}")
+        if segment is not None and segments.setdefault((name, segment), index) != index:
+            raise UserError(f"{place}: episode {rollout.episode!r} has two segments {segment}")
+
+        silent.setdefault(name, place)
+        if rollout.reward is not None or rollout.rewards is not None:
+            silent[name] = ""
         rows.append((first.setdefault(name, index), segment or 0, index, row))
+    for place in filter(None, silent.values()):
+        raise UserError(f"{place}: no segment of this episode has a reward")
+
     rows.sort(key=lambda row: row[:3])
     episode_B, _, indices, rows = zip(*rows)
 
@@ -1704,18 +1722,20 @@ def answers_of_pair(row):
 
 def segments_of_row(row, reward_key, name):
     """The segments of an episode that stands in one line, each with what else the line has, but for
-    a reward, which is that of the last one. name: of the episode, if the line has none.
+    its reward and whether it is truncated, which the last one gets. name: of the episode, if the
+    line has none.
 
     UserError: they are no objects, or the last one has two rewards."""
     if not row["segments"] or not are_objects(row["segments"]):
         raise UserError("segments: must be a list of objects, each with a prompt and a response")
-    shared = {"episode": name} | without(row, "segments")
+    shared = {"episode": name} | without(row, "segments", "truncated")
     rows = [shared | x | {reward_key: look_up(x, reward_key)} for x in row["segments"]]
     whole = look_up(row, reward_key)
     if whole is not None:
         if rows[-1][reward_key] is not None:
             raise UserError("segments: the line has a reward, and its last segment; add them up")
         rows[-1][reward_key] = whole
+    rows[-1].setdefault("truncated", row.get("truncated"))
     return rows
 
 
@@ -1793,10 +1813,6 @@ def in_our_keys(row, keys):
     if row.get("response") is None and row.get("response_ids") is None:
         row["response"] = completion
     row["tools"] = tools_of(row)
-
-    # a segment may earn nothing
-    if row.get("episode") is not None and row.get("rewards") is None:
-        row["reward"] = row.get("reward") or 0.0
     return answers_in_chat(row)
 
 
@@ -2172,7 +2188,7 @@ def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_
     # only the last segment ends the episode
     for segment, *_ in segments[:-1]:
         segment.truncated = False
-        segment.reward = None if rollout.reward is None else 0.0
+        segment.reward = None
     return segments
 
 

@@ -2248,7 +2248,7 @@ def hear(made, reply, task, run):
     stands in the row, the row goes on; if not, as where a template drops thoughts, a new one
     begins."""
     tokenizer = task.tokenizer
-    prompt, *_ = reply.segments()[-1]
+    prompt, start, _ = reply.segments()[-1]
     row = prompt.row or {}
     known = dict(row, images=prompt.images)  # where they are, whatever the folder
 
@@ -2259,7 +2259,7 @@ def hear(made, reply, task, run):
         return new.text, [], None, new
 
     # text, behind text
-    before = common.decode(tokenizer, (prompt.ids + reply.ids)[-16:])
+    before = common.decode(tokenizer, (prompt.ids + reply.ids[start:])[-16:])
     if not prompt.messages:
         if isinstance(made, dict):
             raise ValueError("a message goes with prompts that are chats, see --chat")

@@ -550,8 +550,24 @@ def test_rows_of_an_episode_may_stand_anywhere_in_a_file():
     assert rows.token_level_rewards[rows.cu_seqlens[1:] - 1].tolist() == [0, 0, 1, 0.5, 0, 0.25]
 
 
+def test_episodes_of_two_files_are_not_joined(tmp_path):
+    """Dumps of two steps count their episodes from 0."""
+    line = json.dumps(B | {"segment": 0, "reward": 1}), json.dumps(B | {"segment": 1})
+    for name in "ab":
+        (tmp_path / name).write_text("\n".join(line))
+    rows = common.read_rows((f"{tmp_path}/a", f"{tmp_path}/b"), a_tokenizer())
+    assert rows.episode.tolist() == [0, 0, 2, 2]
+
+
+def test_only_the_last_segment_of_a_line_is_truncated():
+    line = {"segments": [{"prompt": "1+1=", "response": "2"}] * 2, "truncated": True}
+    rows = common.read_rows([json.dumps(line | {"reward": 1})], a_tokenizer())
+    assert rows.truncated.tolist() == [False, True]
+    assert rows.lengths[0] == rows.lengths[1] + 1  # the first one ends with a token that says so
+
+
 def test_rows_without_episodes_of_several_rows_have_no_column_of_them():
-    lines = [A, B, SUM, SUM | {"episode": None}]
+    lines = [A | {"reward": 1}, B | {"reward": 0}, SUM, SUM | {"episode": None}]
     assert common.read_rows(list(map(json.dumps, lines)), a_tokenizer()).episode is None
 
 
@@ -564,6 +580,8 @@ def test_rows_without_episodes_of_several_rows_have_no_column_of_them():
     ([{"segments": [A, 2]}], "toy:1: segments: must be a list of objects"),
     ([{"segments": [A, A | {"reward": 1}], "reward": 1}], "and its last segment; add them up"),
     ([{"segments": [A, {"prompt": "?"}]}], "toy:1: needs exactly one of response, response_ids"),
+    ([SUM, B, A | {"reward": 1}, B], "toy:2: no segment of this episode has a reward"),
+    ([B | {"reward": 1}, B | {"segment": 1}], "toy:2: episode 7 has segments with and without a"),
 ])  # fmt: skip
 def test_episodes_that_do_not_fit_are_refused_with_the_line(lines, words):
     with refused(words, begin="toy:"):
@@ -604,7 +622,7 @@ def test_scores_stand_next_to_the_lines_of_their_rows(tmp_path):
         {"messages": chat, "reward": 1.0},
         A | {"segment": 1, "response": "33"},
         {"messages": chat, "reward": 1.0, "episode": "a", "segment": 3},
-        {"segments": [{"prompt": "1=", "response": "5"}, {"prompt": "2=", "response": "6"}]},
+        {"segments": [{"prompt": x, "response": y} for x, y in ("15", "26")], "reward": 1},
         SUM,
     ]
     path = tmp_path / "rows.jsonl"
@@ -633,7 +651,7 @@ def test_scores_stand_next_to_the_lines_of_their_rows(tmp_path):
 def test_the_rank_of_a_row_is_that_of_its_episode(tmp_path):
     """Among the episodes that begin with its prompt, by what they are worth at their end."""
     end = {"prompt": "?", "response": "4"}
-    lines = [A | {"episode": name} for name in "abc"]
+    lines = [A | {"episode": name, "reward": 1} for name in "abc"]
     lines += [end | {"episode": name} for name in "abc"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
