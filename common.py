@@ -297,9 +297,7 @@ class Batch:
 
     def groups(self):
         """The same; those that begin with an equal prompt are in one list."""
-        episodes = self.episodes()
-        first = describe(self)[[rows[0] for rows in episodes]]
-        return [[episodes[i] for i in same] for same in by_prompt(first)]
+        return groups_of(describe(self))
 
     def mean_return(self, gamma, by_noise=False):
         """Over the actions of all ranks (a collective); NaN without an action. by_noise: weighted
@@ -969,20 +967,31 @@ def rows_of_all_ranks(batch):
 
 
 def in_groups(rows, share=True):
-    """(order, first): the indices of rows, those of equal prompts together, in row order; and for
-    each, the index of the first row with its prompt. A row of an episode has that of the episode.
-    Rows with images, without an action or blank are alone; without share, all are."""
+    """(order, first): the indices of rows, those of equal prompts together, the rows of an episode
+    in their order; and for each, the index of the first row with its prompt. A row of an episode
+    has that of the episode. Rows with images, without an action or blank are alone; without share,
+    all are."""
     alone = np.arange(len(rows))
     _, first, number = np.unique(rows.prompt, return_index=True, return_inverse=True)
     first = np.where(share & (rows.prompt != b""), first[number], alone)
-    order = first.argsort(kind="stable")
+    order = np.lexsort((rows.segment, rows.episode, first))
     return order, first[order]
 
 
 def by_prompt(rows, share=True):
-    """[indices] of rows with equal prompts, in row order. share: see in_groups."""
+    """[indices] of rows with equal prompts. share, and their order: see in_groups."""
     order, first = in_groups(rows, share)
     return np.split(order, np.diff(first).nonzero()[0] + 1)
+
+
+def groups_of(rows):
+    """The indices of the rows of each episode, as lists; episodes that begin with an equal prompt
+    are in one list."""
+    groups = []
+    for same in by_prompt(rows):
+        ends = np.diff(rows.episode[same]).nonzero()[0] + 1
+        groups.append([episode.tolist() for episode in np.split(same, ends)])
+    return groups
 
 
 def shared_tokens(rows, share=True):
@@ -1000,11 +1009,15 @@ def shared_tokens(rows, share=True):
 
 def bundles(rows, most, ranks, share=True):
     """Rows with equal prompts, in bundles of one row, or of at most `most` tokens and a rank's
-    share of all -> (indices of the rows of each bundle; its tokens, of which shared ones count
-    once). share: see in_groups."""
+    share of all -> (indices of the rows of each bundle; its tokens). A shared token counts once,
+    and a sixteenth for each other row that sees it. share: see in_groups."""
     order, first = in_groups(rows, share)
     alone = rows.length[order].astype(int)
-    behind = alone - shared_tokens(rows[order], share)  # tokens of a row that follows another one
+    shared = shared_tokens(rows[order], share)
+
+    # a row behind another one: its own tokens, and copies of the keys and values of shared ones,
+    # which are small next to what a layer keeps for a token
+    behind = alone - shared + shared // 16
     most = int(min(most, behind.sum() / ranks))
 
     # where a bundle ends that begins at a row: behind its last row, or that of its prompt
@@ -1032,10 +1045,20 @@ def cost_of(rows, share=True, cost=int):
     return sum(cost(n) - cost(known) for n, known in zip(rows.length.tolist(), shared))
 
 
-def shuffled_rows(groups, *key):
-    """The members of groups, such as those of by_prompt, with the groups shuffled by the key alone,
-    such as seed, step and epoch."""
-    return list(itertools.chain(*Random(" ".join(map(str, key))).sample(groups, len(groups))))
+def shuffled(groups, most, *key):
+    """The members of groups, such as those of groups_of, in an order that the key alone decides,
+    such as seed, step and epoch. A group stays together, but one of more than `most` is taken
+    apart: all episodes of a game may begin alike."""
+    parts = []
+    for same in groups:
+        parts += [same] if len(same) <= most else [[one] for one in same]
+    return list(itertools.chain(*Random(" ".join(map(str, key))).sample(parts, len(parts))))
+
+
+def cut_evenly(things, pieces):
+    """A list in this many pieces of equal sizes, give or take one; the larger ones come first."""
+    ends = [ceil(len(things) * i / pieces) for i in range(pieces + 1)]
+    return [things[i:j] for i, j in itertools.pairwise(ends)]
 
 
 def rows_of_step(step, groups, size, seed):
@@ -1044,7 +1067,7 @@ def rows_of_step(step, groups, size, seed):
     n = sum(map(len, groups))
     pieces = ceil(n / size)  # of equal sizes, give or take one
     i = step % pieces
-    rows = shuffled_rows(groups, seed, "rows", step // pieces)
+    rows = shuffled(groups, size, seed, "rows", step // pieces)
     return rows[n * i // pieces : n * (i + 1) // pieces]
 
 

@@ -109,7 +109,8 @@ class Config:
 
     # ---- batches
 
-    ppo_mini_batch_size: Positive = 256  # rows per optimizer step, over all ranks
+    # rows per optimizer step, over all ranks; an episode of several rows counts once
+    ppo_mini_batch_size: Positive = 256
     # max tokens per micro-batch (auto[:GIB]: what fits; None: 16384, but auto on a GPU without PPO)
     ppo_max_token_len_per_gpu: Positive | Auto | None = None
     # the same where no backward needs activations (None: twice as many)
@@ -193,7 +194,7 @@ class Run:
     # ---- run
 
     steps: Positive = 100  # critic updates, each on one train batch
-    # most rows per update, over all ranks (None: one mini-batch)
+    # most rows per update, over all ranks, counted likewise (None: one mini-batch)
     train_batch_size: Positive | None = None
     eval_every: Count = 20  # updates between evaluations (0: only at the start and the end)
     # folder for checkpoints, Hugging Face export, metrics and report
@@ -760,7 +761,9 @@ class DataParallelPPOCritic:
         mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes. A batch
         without old values gets those of the only step."""
         config = self.config
-        steps = config.ppo_epochs * math.ceil(len(rows) / config.ppo_mini_batch_size)
+        groups = common.groups_of(rows)
+        minis = math.ceil(sum(map(len, groups)) / config.ppo_mini_batch_size)
+        steps = config.ppo_epochs * minis
         if batch.values is None and steps > 1:
             says = self.says
             words = f"an update of {steps} optimizer steps needs the {says} from before it"
@@ -772,16 +775,16 @@ class DataParallelPPOCritic:
         totals = collections.Counter(self.no_sums)  # of the steps taken
         norms = []  # one per mini-batch, NaN where the step was skipped
         done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
-        groups = common.by_prompt(rows)  # a shuffle keeps equal prompts together
 
         for epoch in range(config.ppo_epochs):
-            ordered = rows
-            if config.shuffle:
-                ordered = rows[common.shuffled_rows(groups, config.seed, self.updates, epoch)]
+            episodes = sorted(itertools.chain(*groups))
+            if config.shuffle:  # equal prompts stay together
+                most = config.ppo_mini_batch_size
+                episodes = common.shuffled(groups, most, config.seed, self.updates, epoch)
 
             # each mini-batch is one optimizer step
-            for first in range(0, len(ordered), config.ppo_mini_batch_size):
-                mini = ordered[first : first + config.ppo_mini_batch_size]
+            for picked in common.cut_evenly(episodes, minis):
+                mini = rows[list(itertools.chain(*picked))]
                 norms.append(math.nan)
                 if not mini.actions.any():
                     continue  # AdamW would move the weights even with zero gradients
@@ -1343,14 +1346,16 @@ def main(run):
         worker.config = config
 
     # the longest row must fit into a micro-batch
-    longest, line = max(train.longest, held_out.longest)
-    check_budget(config, longest, f"line {line + 1} of the training or held-out rows")
+    longest, row = max(train.longest, held_out.longest)
+    check_budget(config, longest, f"row {row + 1} of the training or held-out rows")
 
-    # each update takes equally many rows (rows_of_step cuts evenly), and as many optimizer steps
+    # each update takes equally many episodes (see rows_of_step), and as many optimizer steps
+    episodes = len(train.episodes())
     most = run.train_batch_size or config.ppo_mini_batch_size
-    size = math.ceil(len(train) / math.ceil(len(train) / most))
+    size = math.ceil(episodes / math.ceil(episodes / most))
     total = run.steps * config.ppo_epochs * math.ceil(size / config.ppo_mini_batch_size)
     source = run.score or run.rollouts or "the toy"
+    kind = "rows" if train.episode is None else "episodes"
 
     checkpoints = common.Checkpoints(
         run.out_dir,
@@ -1376,8 +1381,8 @@ def main(run):
             return
 
         print0(
-            f"steps      {run.steps} updates x {size} rows,"
-            f" mini-batches of {min(size, config.ppo_mini_batch_size)} rows,"
+            f"steps      {run.steps} updates x {size} {kind},"
+            f" mini-batches of at most {min(size, config.ppo_mini_batch_size)},"
             f" {total} optimizer steps, lr {worker.critic.peak_lr:g}"
         )
         shown, about = learn(run, worker, train, held_out, size, checkpoints)
@@ -1427,7 +1432,7 @@ def load_rows(run, worker, sources=None):
 
 
 def needs_values(run, size):
-    """Whether values are computed before an update of `size` rows.
+    """Whether values are computed before an update of `size` episodes.
 
     Returns may need them. So does an update of several steps; an update of one step computes them
     in its own forward."""
@@ -1439,15 +1444,13 @@ def needs_values(run, size):
 def learn(run, worker, train, held_out, size, checkpoints):
     """Trains from the checkpoint's step on, evaluates and saves -> (rows with values, words).
 
-    The rows are for the report, and the words say which they are. size: rows of an update."""
+    The rows are for the report, and the words say which they are. size: episodes of an update."""
     first_step = worker.critic.updates
     if first_step > run.steps:
         words = f"{checkpoints.folder} has made {first_step} already; give more"
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder, run.logger)
     groups = train.groups()
-    episodes = sum(map(len, groups))
-    per_update = max(size * episodes // max(len(train), 1), 1)  # whole episodes
     picked = []  # those of the last update, each a list of rows
     batch = None  # those of them that this rank has
     checkpoints.begin()
@@ -1475,11 +1478,11 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
 
         # one update
-        picked = common.rows_of_step(step, groups, per_update, run.critic.seed)
+        picked = common.rows_of_step(step, groups, size, run.critic.seed)
         batch = train.select(list(itertools.chain(*picked[RANK::WORLD_SIZE])))
         worker.start_at_mean(batch, run.gamma)
-        rows = sum(map(len, picked))
-        batch.values = worker.compute_values(batch) if needs_values(run, rows) else None
+        before = needs_values(run, len(picked))
+        batch.values = worker.compute_values(batch) if before else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
         metrics = worker.update_critic(batch)
         logger.check_progress(metrics)

@@ -127,7 +127,8 @@ class ActorConfig(critic_fsdp.Config):
     # ---- what has another default or choice
 
     strategy: Literal["fsdp2", "none"] = "fsdp2"  # how to shard weights (none: a copy per rank)
-    ppo_mini_batch_size: Positive = 128  # rows per optimizer step, over all ranks
+    # rows per optimizer step, over all ranks; an answer of several rows counts once
+    ppo_mini_batch_size: Positive = 128
     lr: Rate | None = None  # peak learning rate (None: 5e-4 for addition, else 1e-6)
 
     # ---- loss
@@ -441,8 +442,8 @@ def add_log_probs(loop, step, batch):
     optimizer step, its own forward gives the old ones."""
     run = loop.run
     actor = run.actor
-    rows = sum(of_all_ranks(len(batch)))
-    one_step = actor.ppo_epochs == 1 and rows <= actor.ppo_mini_batch_size
+    answers = sum(of_all_ranks(len(batch.episodes())))
+    one_step = actor.ppo_epochs == 1 and answers <= actor.ppo_mini_batch_size
     if run.old_log_probs == "engine":
         batch.old_log_probs = batch.rollout_log_probs
     elif run.kl_coef or step < run.critic_warmup or not one_step:
@@ -656,7 +657,7 @@ def set_up(run):
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
         f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
-        f"update     mini-batch rows: actor {actor.ppo_mini_batch_size},"
+        f"update     answers in a mini-batch: actor {actor.ppo_mini_batch_size},"
         f" critic {run.critic.ppo_mini_batch_size}"
     )
     if images:

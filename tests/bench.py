@@ -129,8 +129,8 @@ def make_rows(work, whole=False):
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         file = str(DATA / "gsm8k_rollouts" / "train.jsonl")
         batch = common.read_rows(file, tokenizer, model_config(work))
-        groups = common.by_prompt(common.describe(batch))
-        batch = batch.select(common.shuffled_rows(groups, 0)[: work.rows])
+        picked = common.shuffled(batch.groups(), len(batch), 0)[: work.rows]
+        batch = batch.select(list(itertools.chain(*picked)))
     elif work.mix == "long-prompt":
         lengths = torch.randint(1125, 1375, (work.rows,)).tolist()
         sizes = torch.linspace(900, 1100, work.rows // work.answers).int()
@@ -520,9 +520,9 @@ def step_of_a_rank(own, ranks, spent):
             timed("moved", critic.give_back, values, local, table, own)
             continue
 
-        groups = timed("plan", common.by_prompt, rows)
-        index = timed("plan", common.shuffled_rows, groups, number)
-        ordered = timed("plan", rows.__getitem__, index)
+        groups = timed("plan", common.groups_of, rows)
+        index = timed("plan", common.shuffled, groups, len(rows), number)
+        ordered = timed("plan", rows.__getitem__, list(itertools.chain(*index)))
         quarter = len(ordered) // 4
         for first in range(0, len(ordered), quarter):
             mini = ordered[first : first + quarter]

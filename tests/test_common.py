@@ -4,6 +4,7 @@ hold.
 The same for the policy formulas that ppo_loop.py shares with verl, and for micro-batches, which
 both critics cut by the same functions, as test_critic_megatron.py asserts."""
 
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -598,7 +599,10 @@ def test_each_pass_has_every_row_once_and_groups_stay_together(prompts, size, nu
     order = [row for [row] in sum(seen, [])]
     assert sorted(order) == list(range(len(prompts)))
     assert max(map(len, seen)) <= size
-    assert len(list(itertools.groupby(prompts[i] for i in order))) == len(groups)
+
+    # but for groups that do not fit into a step
+    times = collections.Counter(x for x, _ in itertools.groupby(prompts[i] for i in order))
+    assert all(times[x] == 1 for x in prompts if prompts.count(x) <= size)
 
 
 @settings(deadline=None, max_examples=200)
@@ -653,18 +657,23 @@ def plain_micro_batches(batch, ranks, cap, share, pad):
         groups.setdefault(row.prompt if share and not pad else i, []).append(i)
     prompts = batch.response_mask.split(batch.lengths)
     groups = [(int(prompts[same[0]].int().argmax()), same) for same in groups.values()]
-    tokens = sum(shared + sum(batch.lengths[i] - shared for i in same) for shared, same in groups)
+
+    # a row behind another one has copies of the keys that they share: a sixteenth of a token each
+    cost = lambda shared, behind: shared + sum(behind) + (len(behind) - 1) * (shared // 16)
+    tokens = 0
+    for shared, same in groups:
+        tokens += cost(shared, [batch.lengths[i] - shared for i in same])
     for shared, same in groups:
         piece = (shared, [], [])
         for i in same:
             behind = batch.lengths[i] - shared
-            if piece[1] and shared + sum(piece[1]) + behind > min(cap, tokens / ranks):
+            if piece[1] and cost(shared, [*piece[1], behind]) > min(cap, tokens / ranks):
                 pieces.append(piece)
                 piece = (shared, [], [])
             piece[1].append(behind)
             piece[2].append(i)
         pieces.append(piece)
-    sizes = [shared + sum(behind) for shared, behind, _ in pieces]
+    sizes = [cost(shared, behind) for shared, behind, _ in pieces]
 
     count = 1
     while True:

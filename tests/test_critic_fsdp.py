@@ -413,32 +413,32 @@ def test_tokens_that_are_no_action_do_no_harm():
 
 
 def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(monkeypatch):
-    minis = []  # three for each epoch, of 5, 5 and 2 rows
+    minis = []  # three for each epoch, of 4 rows, or 5
     make = critic_fsdp.DataParallelPPOCritic.mini_batch
     note = lambda critic, batch, mini: (
         minis.append([row.row_id for row in mini]) or make(critic, batch, mini)
     )
     monkeypatch.setattr(critic_fsdp.DataParallelPPOCritic, "mini_batch", note)
-    batch = random_batch(12, vocab_size=60, idle=False, prompts=3)
+    batch = random_batch(13, vocab_size=60, idle=False, prompts=4)
     groups = [{row for [row] in rows} for rows in batch.groups() if len(rows) > 1]
     orders = []
 
     # neither the caller's order nor --share-prompts matters
-    for first, share in ((range(12), True), ([5, 0, 11, 3, 8, 1, 10, 2, 7, 4, 9, 6], False)):
+    for first, share in ((range(13), True), ([5, 0, 11, 3, 8, 12, 1, 10, 2, 7, 4, 9, 6], False)):
         w = worker(ppo_mini_batch_size=5, ppo_epochs=2, share_prompts=share)
         w.update_critic(batch.select(first))
         w.update_critic(batch)
-        assert w.critic.optimizer_steps == 12  # 5 + 5 + 2 rows, twice, twice
-        assert [len(mini) for mini in minis] == [5, 5, 2] * 4
+        assert w.critic.optimizer_steps == 12  # 5 + 4 + 4 rows, twice, twice
+        assert [len(mini) for mini in minis] == [5, 4, 4] * 4
         orders.append([sum(minis[i : i + 3], []) for i in range(0, 12, 3)])
         minis.clear()
 
-    assert orders[0] == orders[1] and all(sorted(order) == list(range(12)) for order in orders[0])
+    assert orders[0] == orders[1] and all(sorted(order) == list(range(13)) for order in orders[0])
     assert len({tuple(order) for order in orders[0]}) == 4
     for order, group in itertools.product(orders[0], groups):
-        assert any(group == {*order[i : i + len(group)]} for i in range(12)) and len(groups) > 1
+        assert any(group == {*order[i : i + len(group)]} for i in range(13)) and len(groups) > 1
     worker(ppo_mini_batch_size=5, shuffle=False).update_critic(batch)
-    assert sum(minis, []) == list(range(12))
+    assert sum(minis, []) == list(range(13))
 
 
 def test_evaluation_equals_plain_formulas():

@@ -198,6 +198,39 @@ def test_a_shuffle_and_a_step_keep_an_episode_whole():
     assert sorted(itertools.chain(*steps)) == episodes
 
 
+def test_episodes_that_all_begin_alike_are_shuffled_one_by_one():
+    """As those of a game; each stays whole, and so does what equal mini-batches take of them."""
+    rows = rows_after([5], [5, 1, 2], [5], [5, 3, 4], [5], [5], [5, 6, 7])
+    rows.episode = torch.tensor([0, 0, 2, 2, 4, 5, 5])
+    rows.values = torch.zeros(len(rows.input_ids))
+    rows.returns = rows.values + 1
+    [group] = rows.groups()
+    assert group == [[0, 1], [2, 3], [4], [5, 6]]
+    passes = [common.rows_of_step(step, [group], 1, seed=0) for step in range(80)]
+    assert len({str(passes[i : i + 4]) for i in range(0, 80, 4)}) > 5
+
+    worker = helpers.worker(ppo_mini_batch_size=3, ppo_epochs=9, seed=1)
+    seen = []
+    cut = worker.critic.mini_batch
+    note = lambda batch, mini: seen.append(sorted(mini.row_id.tolist())) or cut(batch, mini)
+    worker.critic.mini_batch = note
+    worker.update_critic(rows)
+    assert len(seen) == worker.critic.optimizer_steps == 18
+    whole = [sum(pair, []) for pair in itertools.combinations(group, 2)]
+    assert all(mini in whole for mini in seen) and len({*map(str, seen)}) > 3
+    assert [sorted(sum(seen[i : i + 2], [])) for i in range(0, 18, 2)] == [[*range(7)]] * 9
+
+
+def test_rows_of_episodes_that_alternate_are_planned_as_they_are_computed():
+    """Row ids of a caller's own, by turns of two episodes."""
+    rows = rows_after([5], [5], [5, 1, 2, 3], [5, 6, 7, 8], [5, 1, 2, 3, 4], [5, 6, 7, 8, 9])
+    rows.episode = torch.tensor([0, 1, 0, 1, 0, 1])
+    told = common.describe(rows)
+    slots, *_ = common.lay_out_once(rows)
+    assert len(slots) == 18 and common.cost_of(told) == 21  # what two episodes share is not known
+    assert common.by_prompt(told)[0].tolist() == [0, 2, 4, 1, 3, 5]
+
+
 def test_what_segments_with_images_share_is_not_counted():
     """Their episode stays together all the same."""
     rows = rows_after([5], [5, 6, 7, 8], [9])

@@ -270,8 +270,8 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
         w.update_policy(batch)
     orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
     keys = itertools.product((0, 1), (0, 1, 2))
-    groups = common.by_prompt(common.describe(batch))
-    assert orders == [common.shuffled_rows(groups, 0, *key) for key in keys]
+    orders_of = [common.shuffled(batch.groups(), 4, 0, *key) for key in keys]
+    assert orders == [list(itertools.chain(*order)) for order in orders_of]
     assert len({*map(tuple, orders)}) == 6
 
 
