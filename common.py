@@ -174,6 +174,7 @@ class Batch:
     row_id: torch.Tensor  # (B,) int64: global id, by which rows are ordered and shuffled
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
     episode: torch.Tensor | None = None  # (B,) int64: row_id of its episode's first row; None: own
+    source: torch.Tensor | None = None  # (B,) int64: number of its object in a file, see raw_rows
     token_level_rewards: Floats = None
     values: Floats = None
     returns: Floats = None
@@ -186,7 +187,7 @@ class Batch:
     truth_noise: Floats = None  # the variance of these numbers, 0 where they are exact
     multi_modal_inputs: list | None = None  # B dicts, {} for a row without images
 
-    ROWS = ("row_id", "truncated", "episode", "multi_modal_inputs")
+    ROWS = ("row_id", "truncated", "episode", "source", "multi_modal_inputs")
     FLOATS = (
         "token_level_rewards",
         "values",
@@ -1609,7 +1610,6 @@ def read_rows(
     chat=None,
     last_turn_only=False,
     convert=None,
-    sources=None,
 ):
     """Reads files of rows (or a list of JSON lines) as one Batch. row_id counts them, from 0; the
     segments of an episode follow each other, in their order.
@@ -1617,9 +1617,8 @@ def read_rows(
     model_config: of the model that the rows must fit. flag: what to call the files in an error.
     place_images(rollout, folder) puts images into a Rollout. hint_key: see hint_of. keys: where
     prompt, response and reward are, see in_our_keys. chat: more arguments of the chat template.
-    last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. sources: a list
-    that gets, for each row, the number of its object among those of raw_rows. UserError names the
-    first bad row."""
+    last_turn_only: a chat's earlier turns are no actions. convert: see raw_rows. UserError names
+    the first bad row."""
     keys = keys or {}
     ends = turn_ends(tokenizer, model_config)
     fixed = (tokenizer, ends, hint_key, chat or {}, place_images is not None, last_turn_only)
@@ -1645,7 +1644,7 @@ def read_rows(
 
     if not any(row.response_mask.any() for *_, row in found):
         raise UserError(f"{flag}: no row has an action")
-    rows = in_order(found, sources)
+    rows = in_order(found)
     if hint_key:
         print0(f"hint       {HINT!r} before each prompt, for the critic only")
     for words, count in notes.items():
@@ -1657,10 +1656,10 @@ def read_rows(
     return rows
 
 
-def in_order(found, sources):
+def in_order(found):
     """The rows that read_rows has found, as a Batch: episodes in the order of their first lines,
-    and the rows of each in that of their segments. An episode lies in one file. sources: see
-    read_rows. UserError: its segments have no order, or nothing is said of its reward."""
+    and the rows of each in that of their segments. An episode lies in one file. UserError: its
+    segments have no order, or nothing is said of its reward."""
     first = {}  # name of an episode -> number of its first object
     numbered = {}  # name of an episode -> whether its segments have numbers
     segments = {}  # (name of an episode, segment) -> number of its object
@@ -1685,11 +1684,11 @@ def in_order(found, sources):
         raise UserError(f"{place}: no segment of this episode has a reward")
 
     rows.sort(key=lambda row: row[:3])
-    episode_B, _, indices, rows = zip(*rows)
+    episode_B, _, source_B, rows = zip(*rows)
 
-    if sources is not None:
-        sources += indices
-    rows = replace(concat(rows), row_id=torch.arange(len(rows)))
+    rows = concat(rows)
+    rows.row_id = torch.arange(len(rows))
+    rows.source = torch.tensor(source_B)
     if len(first) < len(rows):
         episode_B = torch.tensor(episode_B)
         rows.episode = torch.searchsorted(episode_B, episode_B)  # the place of its first row
@@ -4330,21 +4329,20 @@ def describe_rows(rows, gamma, source, tokenizer=None):
     return ends
 
 
-def write_scores(source, out_dir, rows, tokenizer, gamma, keys=None, convert=None, sources=None):
+def write_scores(source, out_dir, rows, tokenizer, gamma, keys=None, convert=None):
     """Writes the rows of files, with their values, to out_dir/scored.jsonl; adds a report. rows:
-    what read_rows has made of the files with these keys, --rows and sources, with values."""
+    what read_rows has made of the files with these keys and --rows, with values."""
     if RANK:
         return
     lines = (row for *_, row in raw_rows(source, "--score", convert, keys or {}))
-    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows, sources))
+    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
 
 
-def scored(lines, rows, sources=None):
+def scored(lines, rows):
     """Yields JSON rows with what the critic says of them, one at a time, because values take more
-    memory as Python's floats. rows: what read_rows has made of them, with values. sources: see
-    read_rows; None: each has one row."""
+    memory as Python's floats. rows: what read_rows has made of them, with values."""
     # what each row is worth at its end
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
     ranks = ranks_in_prompts(rows, last_B)
@@ -4352,7 +4350,7 @@ def scored(lines, rows, sources=None):
     mask_B = rows.response_mask.split(rows.lengths)
 
     # in the order of the lines
-    source_of = (sources or range(len(rows))).__getitem__
+    source_of = rows.source.tolist().__getitem__
     groups = itertools.groupby(sorted(range(len(rows)), key=source_of), source_of)
     for line, (_, own) in zip(lines, groups):
         own = list(own)

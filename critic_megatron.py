@@ -1473,8 +1473,7 @@ def main(run):
     if run.score:
         config = replace(config, value_head_init="checkpoint")
     worker = CriticWorker(config)
-    sources = []
-    train, held_out = load_rows(run, worker, sources)
+    train, held_out = load_rows(run, worker)
 
     # what fits on a GPU, but for models with a vision tower, whose memory auto does not see
     is_text = worker.model_config.get_text_config() is worker.model_config
@@ -1514,7 +1513,7 @@ def main(run):
         if run.score:
             train.values = common.compute_together(worker, train)
             keys = {"response": run.response_key, "reward": run.reward_key}
-            more = (worker.tokenizer, run.gamma, keys, run.rows, sources)
+            more = (worker.tokenizer, run.gamma, keys, run.rows)
             common.write_scores(run.score, run.out_dir, train, *more)
             return
 
@@ -1544,12 +1543,12 @@ def row_reader(run, worker):
     return partial(common.read_rows, **options)
 
 
-def load_rows(run, worker, sources=None):
+def load_rows(run, worker):
     """(rows to train on or to score, rows to evaluate on), from files or the toy task. There may be
-    no rows to evaluate on. sources: a list for write_scores."""
+    no rows to evaluate on."""
     read = row_reader(run, worker)
     if run.score:
-        train = read(run.score, flag="--score", sources=sources)
+        train = read(run.score, flag="--score")
         return train, train
     if run.rollouts:
         train = read(run.rollouts)

@@ -538,6 +538,7 @@ def scored(folder, rows):
     """The lines of scored.jsonl about some rows, whose values are there."""
     lines = [{"prompt_ids": [1], "response_ids": [2], "my": [math.nan]}] * len(rows)
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    rows.source = torch.arange(len(rows))
     common.write_scores(str(folder / "rows.jsonl"), str(folder), rows, None, 1.0)
     return [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
 

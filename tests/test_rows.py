@@ -423,6 +423,7 @@ def test_a_file_in_utf_16_is_refused(tmp_path):
 
 def test_scores_stand_next_to_the_rows_of_a_file_of_another_system(tmp_path):
     rows = random_batch(2, idle=False)
+    rows.source = torch.arange(2)
     lines = [json.dumps(GOOD | {"prompt": "1+1=", "response_mask": [1], "n": n}) for n in (1, 2)]
     (tmp_path / "rows.jsonl").write_bytes(codecs.BOM_UTF8 + "\n".join(lines).encode())
     common.write_scores(str(tmp_path / "rows.jsonl"), str(tmp_path), rows, None, 1.0)
@@ -541,11 +542,10 @@ def test_rows_of_an_episode_may_stand_anywhere_in_a_file():
         A | {"segment": 2.5, "response": "w"},
     ]
     tokenizer = a_tokenizer()
-    sources = []
-    rows = common.read_rows(list(map(json.dumps, lines)), tokenizer, sources=sources)
+    rows = common.read_rows(list(map(json.dumps, lines)), tokenizer)
     ends = ["1+1=y", "1+1=w", "1+1=x", "3+3=6", "2+2=4", "2+2=z"]
     assert texts_of(rows, tokenizer) == [f"{text}<eos>" for text in ends]
-    assert rows.row_id.tolist() == [0, 1, 2, 3, 4, 5] and sources == [3, 5, 0, 1, 2, 4]
+    assert rows.row_id.tolist() == [0, 1, 2, 3, 4, 5] and rows.source.tolist() == [3, 5, 0, 1, 2, 4]
     assert rows.episode.tolist() == [0, 0, 0, 3, 4, 4]
     assert rows.token_level_rewards[rows.cu_seqlens[1:] - 1].tolist() == [0, 0, 1, 0.5, 0, 0.25]
 
@@ -628,10 +628,9 @@ def test_scores_stand_next_to_the_lines_of_their_rows(tmp_path):
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
     tokenizer = a_tokenizer(forgets)
-    sources = []
-    rows = common.read_rows(str(path), tokenizer, sources=sources)
+    rows = common.read_rows(str(path), tokenizer)
     rows.values = rows.input_ids.float() * rows.response_mask
-    common.write_scores(str(path), str(tmp_path), rows, None, 1.0, sources=sources)
+    common.write_scores(str(path), str(tmp_path), rows, None, 1.0)
 
     ids = lambda text: [float(i) for i in tokenizer.encode(text)]
     a, chats, b, more, one, two, last = common.read_lines(tmp_path / "scored.jsonl")
@@ -655,11 +654,10 @@ def test_the_rank_of_a_row_is_that_of_its_episode(tmp_path):
     lines += [end | {"episode": name} for name in "abc"]
     path = tmp_path / "rows.jsonl"
     path.write_text("\n".join(map(json.dumps, lines)))
-    sources = []
-    rows = common.read_rows(str(path), a_tokenizer(), sources=sources)
+    rows = common.read_rows(str(path), a_tokenizer())
     rows.values = torch.zeros(len(rows.input_ids))
     rows.values[rows.cu_seqlens[1:] - 1] = torch.tensor([9.0, 1.0, 5.0, 3.0, 7.0, 2.0])
-    common.write_scores(str(path), str(tmp_path), rows, None, 1.0, sources=sources)
+    common.write_scores(str(path), str(tmp_path), rows, None, 1.0)
     scored = common.read_lines(tmp_path / "scored.jsonl")
     assert [row["rank"] for row in scored] == [3, 1, 2] * 2
     assert [row["last_value"] for row in scored] == [9.0, 5.0, 7.0, 1.0, 3.0, 2.0]

@@ -59,12 +59,11 @@ def main(script, run):
 def answer(line, worker, read, run):
     """The rows of a line with their values, as JSON objects, or one that says what is wrong."""
     try:
-        sources = []
-        rows = read([line.strip()], flag="--score", sources=sources)
+        rows = read([line.strip()], flag="--score")
         rows.values = worker.compute_values(rows)
         keys = {"response": run.response_key, "reward": run.reward_key}
         lines = [row for *_, row in common.raw_rows([line], "--score", run.rows, keys)]
-        return [*common.scored(lines, rows, sources)]
+        return [*common.scored(lines, rows)]
     except UserError as fault:
         return [{"error": str(fault).removeprefix("--score:1: ")}]
 
