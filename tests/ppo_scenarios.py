@@ -466,14 +466,14 @@ TELLS_LESS = """{% for m in messages %}<{{ m.role[0] }}>
 {% endfor %}{% if add_generation_prompt %}<a>{% endif %}"""
 
 
-def episodes(folder, kind):
+def episodes(folder, kind, *more):
     """Answers of several rows, as an environment gives new prompts or the chat template rewrites
     earlier turns: a step on two ranks is that on one to 1e-6, and a run goes on bit for bit. Engine
     and actor agree on log-probs, so the rows are what the engine has read and written."""
     ranks = common.WORLD_SIZE
     own = "--steps 2 --save-every 1 --critic-warmup 0 --max-turns 4 --max-response-length 40"
     own += f" --environment {REWARDS}:compacts --lam 0.9 --gamma 0.98 --privileged-key response"
-    flags = own.split()
+    flags = [*own.split(), *more]
     for model in ("actor", "critic"):
         flags += [f"--{model}.ppo-epochs", "1", f"--{model}.ppo-mini-batch-size", "256"]
 

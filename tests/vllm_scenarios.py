@@ -625,6 +625,12 @@ def golden_runs_agree(folder):
     ppo_scenarios.samples_and_metrics_agree(folder, 1e-3)
 
 
+def episodes(folder):
+    """An environment gives new contexts: engine and actor agree on the log-probs of all rows."""
+    ppo_scenarios.episodes(folder, "contexts", *VLLM)
+    ppo_scenarios.check_episodes(folder / "contexts on 1", "contexts")
+
+
 def goes_on(folder):
     ppo_scenarios.goes_on(folder, "vllm 1", "vllm 1", "--offload")
 
@@ -662,6 +668,7 @@ LAUNCHES = [
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
     ("adapters with vllm", 1, adapters, (), ("start",)),
     ("warms up asleep", 1, warms_up_asleep, (), ("start",)),
+    ("episodes with vllm", 1, episodes, (), ("start",)),
     ("goes on, offloaded", 1, goes_on, (), ("golden vllm 1",)),
 ]
 for name, ranks, function, args, needs in LAUNCHES:
