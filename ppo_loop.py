@@ -345,14 +345,14 @@ def main(run):
 
             # roll out: the engine takes the actor's weights and answers each prompt n times
             replies, greedy = generate(loop, step)
-            batch = to_batch(replies)
-            loop.batch = batch
 
             # evaluate the answers to held-out prompts, as often as --eval-every says
             evaluate_if_due(loop, step, greedy)
 
             # score: what each answer earns, from a function or a reward model
             rewards, mean, faults = score(loop.run, loop.reward, loop.phases, replies)
+            batch = to_batch(replies)
+            loop.batch = batch
 
             # log-probs of the answers: the actor's before it learns, and the reference's
             add_log_probs(loop, step, batch)
@@ -402,8 +402,13 @@ def generate(loop, step):
     return replies, greedy if held_out else None
 
 
+class Unscored(UserError):
+    """No row has a reward, which all ranks find before they change anything."""
+
+
 def score(run, reward, phases, replies):
-    """Scores the caller's rows, failed ones as 0 -> (all ranks' rewards, their mean, failures)."""
+    """Scores the caller's rows -> (the rewards of all ranks, their mean, how many rows failed and
+    have none). UserError: all failed."""
     with phases("reward", reward.worker if run.reward_model else None):
         answers = reward.ask_all(replies) if run.reward_model else ask_all(reward, replies)
     poll()
@@ -423,16 +428,18 @@ def score(run, reward, phases, replies):
 
     # all ranks need the numbers and one fault to name, but no texts
     faults = [reply.fault for reply in replies if reply.fault]
-    parts = of_all_ranks(([reply.score for reply in replies], len(faults), faults[:1]))
+    scores = [reply.score for reply in replies if not reply.fault]
+    parts = of_all_ranks((scores, len(faults), faults[:1]))
     numbers, counts, named = zip(*parts)
     rewards = list(chain(*numbers))
     failed = sum(counts)
     first = next(chain(*named), "")
-    if failed == len(rewards):
+    if not rewards:
         flags = "--reward, --reward-model, --environment"
-        raise UserError(f"{flags}: all {failed} rows failed: {first}")
+        raise Unscored(f"{flags}: all {failed} rows failed: {first}")
     if failed:
-        print0(f"{failed} rows failed and count as 0: {first.encode(errors='replace').decode()}")
+        words = f"{failed} of {failed + len(rewards)} rows failed and are left out"
+        print0(f"{words}: {first.encode(errors='replace').decode()}")
     return rewards, sum(rewards) / len(rewards), failed
 
 
@@ -618,11 +625,14 @@ def training(run, task):
         # the block trains; poll ends it on all ranks
         try:
             yield loop
-        except SystemExit as stop:
+        except (SystemExit, Unscored) as stop:
             Stop.signal = 0  # else save would stop, too
             if loop.step > loop.saved:
                 save(loop, loop.step)
             checkpoints.wait()
+            if isinstance(stop, Unscored):
+                words = f"; step {loop.step} is saved: --resume auto goes on" if loop.step else ""
+                raise UserError(f"{stop}{words}") from None
             checkpoints.leave(loop.step, stop.code)
 
         common.listen_no_more()
@@ -1041,9 +1051,15 @@ def rollout_metrics(batch, run, dtype):
     off_A = (off_A - off_A.clamp(0, -log(run.top_p))).abs()
     kl_A = kl_penalty(batch.old_log_probs, batch.ref_log_probs, run.kl_penalty)[mask_T]
 
-    # sums over all ranks
+    # sums over all ranks, of answers with a reward
+    acts_B = batch.actions > 0
+    numbers_B = batch.row_id if batch.episode is None else batch.episode
     answers, rows, tokens, actions, truncated = common.add_up(
-        len(batch.episodes()), len(batch), len(mask_T), len(off_A), int(batch.truncated.sum())
+        len(numbers_B[acts_B].unique()),
+        int(acts_B.sum()),
+        len(mask_T),
+        len(off_A),
+        int(batch.truncated[acts_B].sum()),
     )
     off, kl = common.add_up(float(off_A.double().sum()), float(kl_A.double().sum()))
     most = max(of_all_ranks(max(off_A.tolist(), default=0.0)))
@@ -1082,7 +1098,8 @@ def mean_turns(replies, task):
     collective)."""
     if not task.observe:
         return {}
-    mine = [ceil(len(reply.turns) / 2) for reply in replies]  # policy, environment, policy ...
+    whole = [reply.turns for reply in replies if not reply.fault]  # policy, environment, policy ...
+    mine = [ceil(len(turns) / 2) for turns in whole]
     turns = list(chain(*of_all_ranks(mine)))
     return {"rollout/turns": sum(turns) / len(turns)}
 
@@ -1103,8 +1120,9 @@ def print_step(step, steps, m):
     n = common.number
     m = collections.defaultdict(lambda: nan, m)  # no actor metrics during --critic-warmup
     left = common.time_left(m["perf/time_step"], steps - step)
+    failed = f"  failed {m['reward/errors']:.0f}" if m["reward/errors"] else ""
     print0(
-        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}"
+        f"step {step:>{len(str(steps))}}/{steps}  reward {m['reward/mean']:z.3f}{failed}"
         f"  length {m['rollout/actions']:.1f}  kl {n(m['kl/reference'], '.3f')}"
         f"  entropy {n(m['actor/entropy'], '.3f')}  clipped {n(m['actor/pg_clipfrac'], '.3f')}"
         f"  |g| {n(m['actor/grad_norm'], '.2g'):>5}  skipped {n(m['actor/skipped_steps'], '.0f')}"
@@ -1140,7 +1158,7 @@ def write_jsonl(batch, path, replies=()):
                 told = reply
             text = {"prompt_text": prompt.text, "response_text": told.text}
             text |= {"score": told.score, "parts": told.parts, "fault": reply.fault}
-            texts.append(text | {"answer": reply.prompt.answer})
+            texts.append(text | {"answer": reply.prompt.answer, "prompt_ids": prompt.ids})
 
     # select copies, because pickle would send a view's whole storage
     parts = on_rank_0((few.select(range(len(few))), texts))
@@ -1152,8 +1170,9 @@ def write_jsonl(batch, path, replies=()):
     def lines():
         """One at a time, because numbers take more memory in Python's lists."""
         for row, text in rows:
-            # the response begins with the first action; without one, with the last token
+            # without a reply, the response begins with the first action; or with the last token
             first = int(row.response_mask.int().argmax()) or len(row.response_mask) - 1
+            first = len(text.get("prompt_ids", ())) or first
             columns = {
                 "response_ids": row.input_ids,
                 "response_mask": row.response_mask,
@@ -1286,7 +1305,8 @@ def rows_of_rank(prompts, n=1):
 
 def to_batch(replies, hints=False):
     """A Batch of prompts and replies, with the engine's log-probs; a row for each segment (a
-    collective). hints: with prompts as the critic reads them, see --privileged-key."""
+    collective). A reply without a reward has no action: nobody learns from it. hints: with prompts
+    as the critic reads them, see --privileged-key."""
     # the rows of an episode follow one another; if all have one row, it has the reply's number
     most = max(of_all_ranks(max((len(reply.segments()) for reply in replies), default=1)))
     rows = []
@@ -1299,7 +1319,8 @@ def to_batch(replies, hints=False):
             ids = prompt.critic_ids if hints else prompt.ids
             rows.append(ids + reply.ids[start:end])
             row_ids.append(reply.row_id * most + number)
-            log_probs += [None] * len(ids) + reply.log_probs[start:end]
+            acted = [None] * (end - start) if reply.fault else reply.log_probs[start:end]
+            log_probs += [None] * len(ids) + acted
             truncated.append(not reply.finished and end == len(reply.ids))
             images.append({"images": prompt.images} if prompt.images else {})
 
@@ -2151,13 +2172,8 @@ def roll_out(engine, task, replies, run, temperature, key=""):
     """Adds turns to the replies. Random numbers depend only on the key, the row_id and the turn."""
     going = replies
     decode = partial(common.decode_behind, task.tokenizer)
-    for turn in range(run.max_turns if task.observe else 1):
-        # from the second turn on, the environment answers first
-        if turn:
-            going = listen(going, task, run)
-            if not any(of_all_ranks(bool(going))):
-                break
-
+    most = run.max_turns if task.observe else 1
+    for turn in range(most):
         # what the engine continues, with a seed that is the same on every machine
         rows = []
         images = []
@@ -2185,6 +2201,12 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             reply.shown += ids
             reply.text = decode(reply.prompt.ids, reply.shown)
 
+        # the environment answers each turn; what it gives for the last one counts, too
+        if task.observe:
+            going = listen(going[: len(out)], task, run, last=turn + 1 == most)
+            if not any(of_all_ranks(bool(going))):
+                break
+
 
 def room_behind(prompt, n, task, run):
     """How many tokens may follow a prompt and n more behind it. No row is longer than the longest
@@ -2193,11 +2215,12 @@ def room_behind(prompt, n, task, run):
     return min(run.max_response_length, longest) - n
 
 
-def listen(replies, task, run):
-    """Appends what the environment says to finished replies -> those that get another turn."""
-    finished = [reply for reply in replies if reply.finished]
+def listen(replies, task, run, last):
+    """Asks the environment about the newest turn of each reply, adds what it gives for the turn,
+    and appends what it says -> those that get another turn. Without one, as behind the last turn
+    or one that was cut off, its text is ignored."""
     going = []
-    for reply, (made, fault) in zip(finished, ask_all(task.observe, finished)):
+    for reply, (made, fault) in zip(replies, ask_all(task.observe, replies)):
         reply.fault = fault or fault_of_observation(made, reply)
         if reply.fault:
             continue
@@ -2206,7 +2229,7 @@ def listen(replies, task, run):
         if isinstance(made, list):
             reply.earned[reply.ends[-1]] += made[1]
             made = made[0]
-        if made is None:
+        if made is None or last or not reply.finished:
             continue
 
         # what the policy reads next, with "?" for a lone surrogate

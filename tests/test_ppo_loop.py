@@ -11,13 +11,14 @@ import types
 import pytest
 import torch
 from ppo_helpers import SHARP, TOKENIZER, a_run, a_task, ids_of, policy, text_of_reply
+from ppo_scenarios import metrics_of
 from safetensors.torch import load_file
 
 import common
 import critic_fsdp
 import ppo_loop
 from common import UserError
-from ppo_loop import ActorConfig
+from ppo_loop import ActorConfig, Prompt, Reply
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
@@ -186,13 +187,65 @@ def test_a_step_tells_of_rows_from_which_little_can_be_learned(whole_run, tmp_pa
     for step, metrics in enumerate(steps, 1):
         rows = common.read_lines(tmp_path / f"out/rollouts/step_{step}.jsonl")
         failed = sum(row["fault"] != "" for row in rows)
-        scores = [row["score"] for row in rows]
+        told = [row for row in rows if not row["fault"]]
+        scores = [row["score"] for row in told]
         assert metrics["reward/errors"] == failed
+        assert all(any(row["response_mask"]) != bool(row["fault"]) for row in rows)
         assert (metrics["reward/min"], metrics["reward/max"]) == (min(scores), max(scores))
-        assert metrics["rollout/truncated"] == sum(row["truncated"] for row in rows) / len(rows)
-        assert re.search(rf"^step +{step}/14  reward {metrics['reward/mean']:.3f}  ", said, re.M)
+        assert metrics["rollout/truncated"] == sum(row["truncated"] for row in told) / len(told)
+        shown = f"{metrics['reward/mean']:.3f}" + (f"  failed {failed}" if failed else "")
+        assert re.search(rf"^step +{step}/14  reward {shown}  length", said, re.M)
         seen.add(failed)
-    assert {0, 1, 2} <= seen and "rows failed and count as 0: ZeroDivisionError" in said
+    assert {0, 1, 2} <= seen and "2 of 3 rows failed and are left out: ZeroDivisionError" in said
+
+
+JUDGE = """import pathlib
+
+def f(prompt, response, answer):
+    here = pathlib.Path(__file__).parent
+    if (here / "out/rollouts/step_2.jsonl").exists() and not (here / "up").exists():
+        raise ConnectionError("the judge is down")
+    return len(response) / 16
+"""
+
+
+def test_a_run_whose_judge_is_down_saves_its_state_and_goes_on(whole_run, tmp_path):
+    """Bit for bit, as if nothing had happened."""
+    (tmp_path / "judge.py").write_text(JUDGE)
+    flags = f"--reward {tmp_path}/judge.py:f --reward-timeout 0 --steps 4"
+    words = (
+        "all 8 rows failed: ConnectionError: the judge is down .* in f; step 2 is saved: --resume"
+    )
+    with pytest.raises(UserError, match=words):
+        whole_run(flags)
+    assert [*common.steps_in(tmp_path / "out/checkpoints")][0][0] == 2
+    (tmp_path / "up").touch()
+    whole_run(f"{flags} --resume auto")
+    resumed = metrics_of(tmp_path / "out")
+    shutil.move(tmp_path / "out", tmp_path / "first")
+    whole_run(flags)
+    assert metrics_of(tmp_path / "out") == resumed and max(step for step, _ in resumed) == 4
+
+
+def test_a_reply_without_a_reward_teaches_nothing():
+    """The actor's update is that of the others alone."""
+    replies = []
+    for i in range(4):
+        acted = {"ids": [7 + i, 8], "log_probs": [-1.0, -2.0]}
+        replies.append(Reply(Prompt([5, 6], "", i), i, **acted))
+    replies[1].fault = "died"
+    replies[2].fault = "died"
+    whole = ppo_loop.to_batch(replies)
+    few = ppo_loop.to_batch([replies[0], replies[3]])
+    assert whole.actions.tolist() == [2, 0, 0, 2] and few.actions.tolist() == [2, 2]
+
+    updates = []
+    for batch in (whole, few):
+        batch.old_log_probs = batch.rollout_log_probs
+        batch.advantages = batch.response_mask.float() * 2
+        metrics = policy().update_policy(batch)
+        updates.append({name: x for name, x in metrics.items() if name.startswith("actor/")})
+    assert updates[0] == pytest.approx(updates[1], rel=1e-6) and updates[0]["actor/grad_norm"] > 0
 
 
 def test_every_phase_of_a_step_is_timed(whole_run, tmp_path):

@@ -87,13 +87,11 @@ def test_a_reward_that_is_not_a_number_is_a_fault_and_counts_as_0(capsys):
 
     assert sorted(heard) == sorted((f"p{i}", f"r{i}") for i in range(len(says)))
     scores = [reply.score for reply in replies]
-    assert scores == rewards == [1, 0.25, 1] + [0] * 8
-    assert (
-        faults == 8 and mean == pytest.approx(2.25 / 11) and all(type(x) is float for x in scores)
-    )
+    assert rewards == [1, 0.25, 1] and scores == rewards + [0] * 8
+    assert faults == 8 and mean == pytest.approx(0.75) and all(type(x) is float for x in scores)
     assert not any(r.fault for r in replies[:3]) and all(r.fault for r in replies[3:])
     assert replies[3].fault == "died"
-    assert "8 rows failed and count as 0: died" in capsys.readouterr().out
+    assert "8 of 11 rows failed and are left out: died" in capsys.readouterr().out
     with pytest.raises(UserError, match="--environment: all 8 rows failed: died"):
         score(replies[3:])
 
@@ -111,7 +109,7 @@ def test_a_reward_may_return_its_parts(capsys):
     replies = [Reply(Prompt([1], f"p{i}", i), i) for i in range(len(says))]
     function = lambda prompt, said, i: says[i]
     rewards, _, faults = ppo_loop.score(a_run(), function, ppo_loop.Phases(False), replies)
-    assert rewards == [1, 0.25, 0.5, 0, 0] and faults == 2
+    assert rewards == [1, 0.25, 0.5] and faults == 2
     assert ppo_loop.part_means(replies) == {"reward/format": 0.75, "reward/length": 7}
     words = "the 'score' in a dict of a reward must be a finite number, or a list of them, not {'f"
     assert words in capsys.readouterr().out
@@ -170,16 +168,16 @@ def test_credit_stands_at_the_actions_that_earn_it(observed, says, earned):
     (["a", "b"], [[1, 2]], "must be a finite number, or a list of them, not [[1.0, 2.0]]"),
 ])  # fmt: skip
 def test_a_list_whose_length_says_neither_turns_nor_tokens_is_a_fault(turns, says, words):
-    """The row earns nothing, also not what the environment has given."""
+    """The row has no reward, also not what the environment has given."""
     reply, (rewards, _, faults) = rewarded(turns, [*[("", 0.5)] * (len(turns) - 1), None], says)
-    assert rewards == [0.0, 1.0] and faults == 1 and words in reply.fault
+    assert rewards == [1.0] and faults == 1 and words in reply.fault
     assert not ppo_loop.rewards_of([reply]).any()
 
 
 @pytest.mark.parametrize("says", [("x", math.nan), ("x", "y"), (1, 2), ["x"], ("x", 1, 2)])
 def test_an_environment_returns_nothing_else_than_text_or_none_and_a_reward(says):
     reply, (rewards, _, faults) = rewarded(["a"], [says], 1)
-    assert rewards == [0.0, 1.0] and faults == 1
+    assert rewards == [1.0] and faults == 1
     kinds = "text, a message, a new context or None, or (one of these, a reward)"
     assert f"an environment must return {kinds}, not " in reply.fault
 
@@ -255,7 +253,7 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
 def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monkeypatch):
     """On the second of two ranks, with a made-up message of the first."""
     told = []
-    theirs = ([1.0, 0.5, 0.0], 1, ["the first rank's"])
+    theirs = ([1.0, 0.5], 1, ["the first rank's"])
     monkeypatch.setattr(ppo_loop, "of_all_ranks", lambda mine: told.append(mine) or [theirs, mine])
     monkeypatch.setattr(ppo_loop, "RANK", 1)
     monkeypatch.setattr(ppo_loop, "WORLD_SIZE", 2)
@@ -268,7 +266,7 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     run = a_run(out_dir=str(tmp_path))
     rewards, mean, faults = ppo_loop.score(run, reward, ppo_loop.Phases(False), replies)
 
-    assert rewards == [1.0, 0.5, 0.0, 0.25, 0.0, 0.0] and mean == 1.75 / 6 and faults == 3
+    assert rewards == [1.0, 0.5, 0.25] and mean == 1.75 / 3 and faults == 3
     assert "r1" not in str(told) and "p1" not in str(told) and len(told) == 1 and not sent
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger=None)
     [(rows, parts)] = sent

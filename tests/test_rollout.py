@@ -239,7 +239,7 @@ def test_a_row_ends_at_the_limit_of_tokens_or_turns(turns, fields, text, finishe
     calls = []
     [reply], asked = play(turns, lambda *_: calls.append(1) or "[1]", **fields)
     assert (reply.text, reply.finished, reply.fault, len(asked)) == (text, finished, "", len(turns))
-    assert len(calls) <= fields.get("max_turns", 9) - 1  # it is not asked after the last turn
+    assert len(calls) == len(turns)  # also after the last one, and one that was cut off
     assert len(reply.ids) == len(reply.log_probs) <= fields["max_response_length"]
     [reply], asked = play(turns, None, **fields)  # without an environment there is one turn
     assert len(asked) == 1 and reply.text == turns[0][0][: fields["max_response_length"]]
@@ -256,6 +256,21 @@ def test_turns_are_counted(turns, says, fields, mean):
     replies, _ = play(turns, lambda *_: says, **fields)
     assert ppo_loop.mean_turns(replies, a_task(observe=print)) == {"rollout/turns": mean}
     assert ppo_loop.mean_turns(replies, a_task()) == {}
+
+
+@pytest.mark.parametrize("turns, fields, expected", [
+    ([["ab"], ["cde"]], dict(max_turns=2), {2: 2.0, 8: 3.0}),  # by index of the turns' last tokens
+    ([["ab"], ["cde"]], dict(max_turns=9), {2: 2.0, 8: 3.0}),
+    ([["abcdef"]], dict(max_response_length=4), {3: 4.0}),
+])  # fmt: skip
+def test_an_environment_rewards_each_turn_also_the_last(turns, fields, expected):
+    """Equal answers earn the same, whatever ends them."""
+    says = lambda prompt, response: (
+        None if len(response) > 3 else "[]",
+        len(response.split("]")[-1]),
+    )
+    [reply], _ = play(turns, says, **{"max_response_length": 30} | fields)
+    assert reply.earned == expected and not reply.fault
 
 
 def test_an_environments_faults_end_the_row_and_are_reported():

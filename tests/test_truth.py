@@ -110,8 +110,10 @@ def futures(case, turns, room, before, acted=0, ends=()):
             rest = futures(case, now, room - 1, letter, acted + 1, ends)
         else:
             says, bonus = None, 0.0
-            if over and case.environment and (len(now) + 1) // 2 < case.max_turns:
+            if case.environment:  # it is asked after each turn, but the last one ends the answer
                 says, bonus = getattr(rewards, case.environment)("", "".join(now), "", now)
+            if not over or (len(now) + 1) // 2 == case.max_turns:
+                says = None
             mine = (*ends, (acted, bonus))
             left = room - 1 - len(says or "")
             rest = [(1.0, now, mine)]

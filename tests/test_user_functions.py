@@ -559,7 +559,7 @@ def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_reference
         text=True,
     )
     assert "calls      --reward score(response, answer, row)\n" in said.stdout, said
-    assert "count as 0: ValueError: None None at my_rewards.py:4 in compute_score\n" in said.stdout
+    assert "left out: ValueError: None None at my_rewards.py:4 in compute_score\n" in said.stdout
     assert said.returncode == 0
 
 
