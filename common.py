@@ -1596,6 +1596,8 @@ class Rollout(BaseModel, strict=True):
                 raise ValueError(f"needs exactly one of {', '.join(names)}; has {has}")
         if self.completion and not self.messages:
             raise ValueError("a completion of messages needs a prompt of messages")
+        if self.segment is not None and self.episode is None:
+            raise ValueError("segment: needs an episode, the name of what it is a part of")
         return self
 
 
@@ -1681,7 +1683,8 @@ def in_order(found):
             silent[name] = ""
         rows.append((first.setdefault(name, index), segment or 0, index, row))
     for place in filter(None, silent.values()):
-        raise UserError(f"{place}: no segment of this episode has a reward")
+        words = "no segment of this episode has a reward; it lies in one file"
+        raise UserError(f"{place}: {words}")
 
     rows.sort(key=lambda row: row[:3])
     episode_B, _, source_B, rows = zip(*rows)
@@ -1716,6 +1719,8 @@ def answers_of(row, keys, place):
 
     if len(answers) != len(rewards):
         raise UserError(f"it has {len(answers)} responses, but {len(rewards)} rewards")
+    if row.get("episode") is not None:
+        raise UserError("episode: several answers to a prompt are not parts of one")
     prompt = without(row, "responses", "completions", "rewards", "chosen", "rejected")
     return [prompt | {"response": x, "reward": r} for x, r in zip(answers, rewards)]
 
@@ -1747,9 +1752,15 @@ def segments_of_row(row, reward_key, name):
     its reward and whether it is truncated, which the last one gets. name: of the episode, if the
     line has none.
 
-    UserError: they are no objects, or the last one has two rewards."""
+    UserError: they are no objects, the last one has two rewards, or a key stands in the wrong
+    place."""
     if not row["segments"] or not are_objects(row["segments"]):
         raise UserError("segments: must be a list of objects, each with a prompt and a response")
+    for key in PER_TOKEN:
+        if row.get(key) is not None:
+            raise UserError(f"{key}: must stand in each of the segments")
+    if any(x.get("segment") is not None for x in row["segments"]):
+        raise UserError("segment: the segments of a line have the order of their list")
     shared = {"episode": name} | without(row, "segments", "truncated")
     rows = [shared | x | {reward_key: look_up(x, reward_key)} for x in row["segments"]]
     whole = look_up(row, reward_key)
@@ -1775,6 +1786,8 @@ def parse_rollout(row, keys):
         raise UserError(fault_of_row(error, row)) from None
 
 
+# keys with a number for each token or turn of a response
+PER_TOKEN = ("rewards", "response_mask", "values", "log_probs", "truth", "truth_noise")
 SHAPES = {  # a key that tells rows of other tools -> what in tests/shapes.py makes them ours
     "conversations": "sharegpt",
     "completion_ids": "prime_rl",
@@ -1951,11 +1964,14 @@ def encode_response(rollout, tokenizer, before, spans, ends):
             acts.append(True)
             last[-1] = len(ids) - 1
 
-    if rollout.rewards is not None and len(rollout.rewards) == len(last):
-        rewards = [0.0] * len(ids)
-        for place, reward in zip(last, rollout.rewards):
-            rewards[place] += reward
-        rollout.rewards = rewards
+    given = rollout.rewards
+    if given is not None and len(given) == len(last):
+        rollout.rewards = [0.0] * len(ids)
+        for place, reward in zip(last, given):
+            rollout.rewards[place] += reward
+    elif given is not None and len(given) != len(ids):
+        kinds = f"{len(last)} turns or parts that act, and {len(ids)} tokens"
+        raise UserError(f"rewards has {len(given)} entries, the response has {kinds}")
     if rollout.response_mask is None:
         rollout.response_mask = acts
     rollout.response_ids = ids
@@ -2189,6 +2205,8 @@ def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_
         turn = turn_as_written(messages[n], n + 1, *texts, header, ends)
         if rollout.truncated and n == turns[-1]:
             turn = functools.reduce(str.removesuffix, ends.values(), turn)
+            if not (content_of(messages[n]).strip() or calls_of([messages[n]])):  # in its thought
+                turn = turn.rpartition("</think>")[0].rstrip("\n") or turn
 
         between = read_since(so_far, prompt)
         if between is None:
@@ -2206,6 +2224,10 @@ def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_
         if rollout.images:
             later = sum(map(images_in, messages[n:]))
             segment.images = rollout.images[: len(rollout.images) - later]
+
+    if rollout.rewards and not is_per_turn and len(segments) > 1:
+        has = f"rewards has {len(rollout.rewards)} entries"
+        raise UserError(f"{has}, the chat has {len(turns)} turns that act")
 
     # only the last segment ends the episode
     for segment, *_ in segments[:-1]:
@@ -2238,8 +2260,10 @@ def turn_as_written(message, number, prompt, through, following, header, ends):
     shown = ""
     if through.startswith(start):
         shown = through.removeprefix(start)
-    elif header and header in through and start.endswith(header):
-        shown = through.rpartition(header)[2]
+    elif header and start.endswith(header):
+        earlier, _, answer = through.rpartition(header)
+        if earlier.endswith(start.removesuffix(header)[-16:]):  # it stands where the prompt ends
+            shown = answer
 
     # the policy stops behind the first token that ends a turn
     content = content_of(message)
@@ -2259,7 +2283,8 @@ def turn_as_written(message, number, prompt, through, following, header, ends):
     # a text is known as it stands, unless the next prompt goes on from what is shown of all of it
     behind = None if lost else read_since(prompt + shown, following)
     is_text = not any(map(message.get, BEYOND_TEXT))
-    if is_text and behind is None and not (header and content in shown):
+    is_cut = "<think>" in content_of(message) and "</think>" not in content_of(message)
+    if is_text and (is_cut or behind is None and not (header and content in shown)):
         return content + end
     if lost:
         words = f"the chat template leaves out its {lost}; give response_ids"
@@ -2337,6 +2362,13 @@ def from_template(tokenizer, messages, add_generation_prompt=False, **options):
             other = texts()
             if any(shown.count(word) > other.count(word) for word in words if word[0] == "{"):
                 return other
+
+    # nor was a content that is null and printed as None
+    if any(message.get("content", "") is None for message in messages):
+        blank = [message | {"content": message.get("content") or ""} for message in messages]
+        other = from_template(tokenizer, blank, add_generation_prompt, **options)
+        if other.count("None") < shown.count("None"):
+            return other
     return shown
 
 
@@ -2451,6 +2483,7 @@ def is_image(part):
 # ---- Files of rows: JSONL as it is, all else by `datasets`, other keys by a user's function ------
 
 PACKED = (".gz", ".zst", ".bz2")  # JSONL in these
+NUMBERED = re.compile(r"(\d+)\.jsonl(\.gz|\.zst|\.bz2)?$")
 TABLES = (".parquet", ".arrow", ".csv")
 HUB_NAME = re.compile(r"(?!.*\.(json|jsonl|gz|zst|bz2)$)[\w-]+/[\w.-]+")
 
@@ -2483,8 +2516,17 @@ def files_of(source, flag):
         yield "toy" if flag == "--rollouts" else flag, "", source
         return
     for path in [source] if isinstance(source, str) else source:
-        numbered = map(str, Path(path).glob("*[0-9].jsonl"))
-        for file in sorted(numbered, key=lambda name: (len(name), name)) or [path]:
+        numbered = []  # (number, name)
+        other = ""
+        for file in map(str, Path(path).glob("*.jsonl*")):
+            number = NUMBERED.search(file)
+            if number:
+                numbered.append((int(number[1]), file))
+            else:
+                other = file
+        if numbered and other:
+            print0(f"note       {flag}: {other} is left out, because others have a number")
+        for _, file in sorted(numbered) or [(0, path)]:
             yield f"{flag} {file}", dirname(file), read_file(file, flag)
 
 

@@ -1409,7 +1409,7 @@ def to_prompt(text, row, run, tokenizer, images=None, folder=""):
         messages = text if isinstance(text, list) else [{"role": "user", "content": text}]
         messages = common.text_messages(messages, images is not None)
         text = common.content_of(messages[-1])
-    if not isinstance(text, str) or not text:
+    if not isinstance(text, str) or not (text or messages):
         there = f"the row has the keys {', '.join(row):.200}"
         raise ValueError(f"the prompt, or its last message, must be text and not empty; {there}")
 
@@ -1481,7 +1481,12 @@ def fault_of_observation(made, reply):
     pair = isinstance(made, list) and len(made) == 2 and is_number(made[1])
     text = made[0] if pair else made
     if isinstance(text, dict):
-        text = next((text[key] for key in ("messages", "prompt", "role") if key in text), nan)
+        # a message, or a new context, which have no other keys that would be lost
+        context = text.keys() - {"tools"}
+        if "role" in text:
+            text = nan if "reward" in text else text["role"]
+        else:
+            text = text[context.pop()] if context in ({"messages"}, {"prompt"}) else nan
     if text is None or isinstance(text, str):
         return ""
     kinds = "text, a message, a new context or None, or (one of these, a reward)"
@@ -2215,7 +2220,7 @@ def room_behind(prompt, n, task, run):
     return min(run.max_response_length, longest) - n
 
 
-def listen(replies, task, run, last):
+def listen(replies, task, run, last=False):
     """Asks the environment about the newest turn of each reply, adds what it gives for the turn,
     and appends what it says -> those that get another turn. Without one, as behind the last turn
     or one that was cut off, its text is ignored."""
@@ -2279,6 +2284,8 @@ def hear(made, reply, task, run):
     # a new context
     if isinstance(made, dict) and "role" not in made:
         asked = json.loads(made["messages"]) if "messages" in made else made["prompt"]
+        if "tools" in made:
+            known["tools"] = made["tools"]
         new = to_prompt(asked, known, run, tokenizer, task.images)
         return new.text, [], None, new
 
@@ -3206,8 +3213,8 @@ def plain(made):
     """What a function has returned in exact str, float, None, list and dict: the rank cannot
     unpickle the user's classes."""
     if isinstance(made, dict):
-        chat = partial(json.dumps, ensure_ascii=False)  # messages, whose numbers stay as they are
-        read = {"messages": chat}
+        chat = partial(json.dumps, ensure_ascii=False)  # whose numbers stay as they are
+        read = {"messages": chat, "tools": chat}
         return {str.__str__(name): read.get(name, plain)(x) for name, x in made.items()}
     if isinstance(made, str):
         return str.__str__(made)

@@ -174,7 +174,12 @@ def test_a_list_whose_length_says_neither_turns_nor_tokens_is_a_fault(turns, say
     assert not ppo_loop.rewards_of([reply]).any()
 
 
-@pytest.mark.parametrize("says", [("x", math.nan), ("x", "y"), (1, 2), ["x"], ("x", 1, 2)])
+@pytest.mark.parametrize("says", [
+    ("x", math.nan), ("x", "y"), (1, 2), ["x"], ("x", 1, 2),
+    # keys that would be lost
+    {"prompt": "x", "reward": 1.0}, {"role": "tool", "content": "x", "reward": 1.0},
+    {"prompt": "x", "messages": []}, {"tools": []}, {}, {"content": "x"}, {"role": 5},
+])  # fmt: skip
 def test_an_environment_returns_nothing_else_than_text_or_none_and_a_reward(says):
     reply, (rewards, _, faults) = rewarded(["a"], [says], 1)
     assert rewards == [1.0] and faults == 1

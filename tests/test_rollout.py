@@ -436,6 +436,36 @@ def test_messages_are_a_new_context_of_a_chat():
     ]
 
 
+def test_a_new_context_may_have_other_tools():
+    """As a sub-agent's. They stay as long as the context; the first ones are the row's."""
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = "{{ tools | length if tools else 0 }}" + tokenizer.chat_template
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    says = iter(({"messages": [{"role": "user", "content": "b"}], "tools": [tool] * 2}, "c", None))
+    user = [{"role": "user", "content": "a"}]
+    begin = common.chat_text(tokenizer, user, tools=[tool])
+    prompt = Prompt(tokenizer.encode(begin), "a", "yes", user, row={"tools": [tool]})
+    fields = {"prompt_key": "prompt", "answer_key": "answer", "chat": True}
+    [reply], _ = play([["x"], ["y"], ["z"]], lambda *_: next(says), [prompt], tokenizer, **fields)
+    assert reply.fault == ""
+    assert [tokenizer.decode(row.input_ids) for row in ppo_loop.to_batch([reply]).split(1)] == [
+        "1<user>a<eos>\n<assistant>x<eos>",
+        "2<user>b<eos>\n<assistant>y<eos>\n<user>c<eos>\n<assistant>z<eos>",
+    ]
+
+
+def test_a_tool_may_say_nothing_where_a_template_rewrites_turns():
+    tokenizer = chat_tokenizer()
+    tokenizer.chat_template = DROPS.replace("BEGUN", "")
+    user = [{"role": "user", "content": "2+3"}]
+    prompt = Prompt(tokenizer.encode(common.chat_text(tokenizer, user)), "2+3", "5", user, row={})
+    says = iter(("", None))
+    turns = [["<think>a</think>b"], ["c"]]
+    fields = {"max_response_length": 99, "prompt_key": "prompt", "answer_key": "answer"}
+    [reply], _ = play(turns, lambda *_: next(says), [prompt], tokenizer, **fields)
+    assert (reply.fault, len(reply.contexts)) == ("", 1)
+
+
 # thoughts are dropped from all turns before the last user message, as by Qwen3's template
 DROPS = """{% set ns = namespace(last=0) %}{% for m in messages %}
 {%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}

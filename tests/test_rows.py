@@ -582,6 +582,14 @@ def test_rows_without_episodes_of_several_rows_have_no_column_of_them():
     ([{"segments": [A, {"prompt": "?"}]}], "toy:1: needs exactly one of response, response_ids"),
     ([SUM, B, A | {"reward": 1}, B], "toy:2: no segment of this episode has a reward"),
     ([B | {"reward": 1}, B | {"segment": 1}], "toy:2: episode 7 has segments with and without a"),
+    # numbers for each turn or token stand in their segment, and a list has its own order
+    ([{"segments": [A, A], "rewards": [0.5, 1]}], "rewards: must stand in each of the segments"),
+    ([{"segments": [A], "reward": 1, "truth": [1]}], "truth: must stand in each of the segments"),
+    ([{"segments": [A | {"segment": 2}, A | {"segment": 1}], "reward": 1}], "order of their list"),
+    # what would be read as something else
+    ([SUM | {"segment": 1}], "toy:1: segment: needs an episode"),
+    ([A | {"response": None, "responses": ["2", "3"], "rewards": [1, 0]}], "episode: several"),
+    ([A | {"response": None, "chosen": "2", "rejected": "3"}], "toy:1: episode: several answers"),
 ])  # fmt: skip
 def test_episodes_that_do_not_fit_are_refused_with_the_line(lines, words):
     with refused(words, begin="toy:"):

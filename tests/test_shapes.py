@@ -3,6 +3,7 @@
 The functions are in tests/shapes.py, and a small file of each shape in the folder next to it."""
 
 import contextlib
+import gzip
 import hashlib
 import http.server
 import json
@@ -380,15 +381,20 @@ def test_several_files_are_one_after_another(tmp_path):
         common.read_rows((*files, f"{tmp_path}/c.jsonl"), a_tokenizer())
 
 
-def test_files_of_a_folder_are_in_the_order_of_their_numbers(tmp_path):
-    """As verl's rollout_data_dir and our --dump-rollouts write them. Other files are not read."""
+def test_files_of_a_folder_are_in_the_order_of_their_numbers(tmp_path, capsys):
+    """As verl's rollout_data_dir and our --dump-rollouts write them; some may be packed. Others are
+    not read, which is said."""
     for names in (("1", "2", "9", "10", "100"), [f"step_{n}" for n in (1, 2, 9, 10, 100)]):
         folder = tmp_path / names[0]
         folder.mkdir()
         (folder / "metrics.jsonl").write_text("{}")
         for name, row in zip(names, ROWS, strict=True):
             (folder / f"{name}.jsonl").write_text(json.dumps(row))
+        packed = folder / f"{names[1]}.jsonl"
+        text = packed.read_bytes()
+        packed.rename(f"{packed}.gz").write_bytes(gzip.compress(text))
         assert rows_in(str(folder)) == ROWS
+        assert f"{folder}/metrics.jsonl is left out, because" in capsys.readouterr().out
 
 
 def test_a_folder_of_shards_is_read_whole_and_one_of_splits_in_part(tmp_path):

@@ -528,8 +528,55 @@ def test_what_a_chat_has_is_shared_out_to_its_segments():
     ends = rows.cu_seqlens[1:] - 1
     assert rows.token_level_rewards[ends].tolist() == [0.25, 0.5]
     assert rows.token_level_rewards.sum() == 0.75
-    with refused("rewards has 3 entries, the response has"):
-        ids_of_row(tokenizer, messages=chat, rewards=[0.25, 0.5, 1.0], reward=None)
+    for rewards in ([0.25, 0.5, 1.0], [1.0]):  # which no segment gets whole
+        with refused(f"rewards has {len(rewards)} entries, the chat has 2 turns that act"):
+            ids_of_row(tokenizer, messages=chat, rewards=rewards, reward=None)
+    with refused("rewards has 3 entries, the response has 2 turns or parts that act, and "):
+        ids_of_row(chat_tokenizer(PLAIN), messages=chat, rewards=[0.25, 0.5, 1.0], reward=None)
+
+
+HALF = "<think>\nhalf a thought"
+
+
+@pytest.mark.parametrize("template, begin, key", [
+    (EMPTY, "<|a|>", "content"), (FORGETS, "<|a|>", "content"), (LATEST, OPENS, "content"),
+    (LATEST, OPENS, "reasoning_content"),
+])  # fmt: skip
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_turn_that_was_cut_off_within_its_thought_is_as_it_was_written(
+    template, begin, key, goes_on
+):
+    """The template may show an empty thought before it, or close it: the policy wrote neither."""
+    text = HALF if key == "content" else HALF.removeprefix("<think>\n")
+    chat = [USER, {"role": "assistant", "content": "", key: text}]
+    if goes_on and key == "content":
+        chat += [USER, ANSWER]
+    tokenizer = chat_tokenizer(template, begin)
+    row = ids_of_row(tokenizer, messages=chat, truncated=True).split(1)[0]
+    told = tokenizer.decode(row.input_ids[row.response_mask])
+    assert told.startswith(HALF.removeprefix("<think>\n" if begin == OPENS else ""))
+    rest = told.partition("half a thought")[2]
+    assert rest == "" if len(chat) == 2 else rest.startswith("<|end|>")
+
+
+def test_a_content_that_is_null_is_not_printed_as_none():
+    """As GLM's template would: the policy has not written the word. One that it wrote stays."""
+    prints = OBJECTS.replace("m.content or ''", "m.content")
+    chat = [USER, call({"x": None, "y": "None"}, content=None), RESULT, ANSWER]
+    told = read(chat_tokenizer(prints), messages=chat, completion=None)
+    assert """-> '[add {"x": null, "y": "None"}]<|end|>'""" in told
+    assert told == read(chat_tokenizer(OBJECTS), messages=chat, completion=None)
+
+
+CALLS_ONCE = OBJECTS.replace("<|{{", "{% if m.role != 'assistant' or loop.index < 4 %}<|{{")
+CALLS_ONCE = CALLS_ONCE.replace("}}|>", "}}|>{% endif %}")
+
+
+def test_a_turn_that_the_template_shows_without_its_header_is_not_read_as_another():
+    """As R1's, which writes the assistant's token before the first calls alone."""
+    chat = [USER, call({"x": 1}, content=""), RESULT, call({"x": 2}, content=""), RESULT, ANSWER]
+    with refused("message 4: the chat template leaves out its tool_calls; give response_ids"):
+        ids_of_row(chat_tokenizer(CALLS_ONCE), messages=chat)
 
 
 def test_a_segment_has_the_images_of_its_messages():
