@@ -301,15 +301,17 @@ class Batch:
         return groups_of(describe(self))
 
     def mean_return(self, gamma, by_noise=False):
-        """Over the actions of all ranks (a collective); NaN without an action. by_noise: weighted
-        by noise_weights.
+        """(mean, standard deviation) of the returns over the actions of all ranks (a collective);
+        NaN without an action. by_noise: weighted by noise_weights.
 
         UserError: the batch lacks its rewards, or its log-probs."""
         check(self, needs=("token_level_rewards",))
         returns_T = monte_carlo(self, gamma).double()
         weights_T = noise_weights(self) if by_noise else self.response_mask.double()
-        weight, total = add_up(float(weights_T.sum()), float((weights_T * returns_T).sum()))
-        return total / (weight or nan)
+        sums = [weights_T, weights_T * returns_T, weights_T * returns_T.square()]
+        weight, total, squares = add_up(*(float(x_T.sum()) for x_T in sums))
+        mean = total / (weight or nan)
+        return mean, max(squares / (weight or nan) - mean**2, 0.0) ** 0.5
 
 
 def cumulative(lengths):
@@ -2936,7 +2938,10 @@ class Logger:
                 self.board.add_scalar(name, x, step)
         self.board.flush()  # otherwise it buffers for two minutes
         if self.call:
-            self.call(row)
+            try:
+                self.call(row)
+            except Exception as error:  # it must not cost the run, which may have days behind it
+                print0(f"--logger   failed: {error!r:.200}")
 
     def flush(self):
         """Returns once all that was logged is on the disk: a run that continues from a checkpoint

@@ -1177,12 +1177,14 @@ class CriticWorker:
         if critic.optimizer_steps or not critic.at_mean:
             return
 
-        # two digits are enough: at the mean itself, the bias has no gradient, and rounding would
-        # decide in which direction Adam moves it first
-        mean = batch.mean_return(gamma, by_noise=self.config.value_weights == "noise")
-        value = float(f"{mean:.2g}")
-        if not math.isnan(value):
-            critic.start_at(value)
+        # at the mean itself, the bias has no gradient, and rounding would decide in which direction
+        # Adam moves it first; so it is rounded to a tenth of the returns' spread, or finer
+        by_noise = self.config.value_weights == "noise"
+        mean, spread = batch.mean_return(gamma, by_noise)
+        if spread > 0:
+            mean = round(mean, 1 - math.floor(math.log10(spread)))
+        if not math.isnan(mean):
+            critic.start_at(mean)
 
     @common.dp_compute_proto()
     def compute_values(self, batch, rows):

@@ -387,6 +387,15 @@ def test_a_users_function_gets_each_line_of_metrics(script, whole_run, tmp_path)
     )
 
 
+def test_a_users_function_that_fails_does_not_end_the_run(tmp_path, capsys):
+    (tmp_path / "sends.py").write_text("def log(row):\n    raise ConnectionError('no network')\n")
+    logger = common.Logger(str(tmp_path / "out"), {}, 0, None, f"{tmp_path}/sends.py:log")
+    for step in (1, 2):
+        logger.log(step, {"critic/vf_loss": 0.5})
+    assert [row["step"] for row in common.read_lines(tmp_path / "out/metrics.jsonl")] == [1, 2]
+    assert capsys.readouterr().out.count("--logger   failed: ConnectionError('no network')") == 2
+
+
 def test_a_users_function_that_is_not_there_is_named_by_rank_0(tmp_path, monkeypatch):
     """Before anything that an earlier run has left is touched."""
     (tmp_path / "tells.py").write_text("")

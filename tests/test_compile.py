@@ -77,8 +77,8 @@ def test_the_mean_return_is_the_head_s_start_after_an_interrupted_forward():
     critic.start_at_mean(rows, 1.0)
     critic.compute_values(rows)  # it frees gathered weights
     values_T = critic.compute_values(rows)[rows.response_mask]
-    mean = float(f"{rows.mean_return(1.0):.2g}")
-    torch.testing.assert_close(values_T, torch.full_like(values_T, mean))
+    mean, spread = rows.mean_return(1.0)
+    assert len(values_T.unique()) == 1 and abs(float(values_T[0]) - mean) < 0.1 * spread
     end_groups()
 
 

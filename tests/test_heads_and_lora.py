@@ -336,7 +336,7 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
         " --value-range 0.7 1.1"),
 ])  # fmt: skip
 def test_values_start_at_the_mean_return(ranks, command, tmp_path):
-    """By default, too. Against two digits of the mean, discounted by hand; a range that ends
+    """By default, too. Against two places of the mean, discounted by hand; a range that ends
     above it gives 0.704. The second update starts where the first has ended, also in a resumed
     run."""
     script, *flags = command.split()

@@ -560,6 +560,26 @@ def test_an_actor_that_was_ruined_before_is_not_blamed_on_the_learning_rate(tmp_
 # ---- The mean, memory, groups --------------------------------------------------------------------
 
 
+def start_of(returns_A):
+    """The mean, to the second digit of the standard deviation."""
+    places = 1 - math.floor(math.log10(returns_A.double().std(correction=0)))
+    return round(float(returns_A.double().mean()), places)
+
+
+@pytest.mark.parametrize("mean, spread", [(104.93, 0.5), (-0.0312, 0.0004), (5e6, 3e4), (7.0, 0.0)])
+def test_a_head_starts_near_the_mean_as_the_returns_spread_measures_it(mean, spread):
+    """So that lambda below 1 does not bias every advantage by a start that is many spreads off."""
+    batch = random_batch(40, vocab_size=60, idle=False)
+    rewards_B = mean + spread * torch.randn(40, generator=torch.Generator().manual_seed(0))
+    batch.token_level_rewards = torch.zeros(len(batch.input_ids))
+    batch.token_level_rewards[common.last_action(batch)] = rewards_B
+    critic = worker(value_head_init="mean")
+    critic.start_at_mean(batch, 1.0)
+    [start] = critic.compute_values(batch)[batch.response_mask].unique().tolist()
+    returns_A = torch.repeat_interleave(rewards_B, batch.actions).double()
+    assert abs(start - float(returns_A.mean())) <= 0.1 * spread + 1e-6 * abs(mean)
+
+
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script):
     critic = worker(script=script, value_head_init="mean", ppo_mini_batch_size=8)
@@ -572,9 +592,8 @@ def test_a_head_starts_at_the_mean_of_the_first_batch_that_has_an_action(script)
         rows.values = critic.compute_values(rows)
         common.add_returns(rows, 1.0, 1.0)
         critic.update_critic(rows)
-    mean = common.monte_carlo(batch, 1.0)[batch.response_mask].mean()
+    mean = start_of(common.monte_carlo(batch, 1.0)[batch.response_mask])
     assert abs(mean) > 0.01
-    mean = float(f"{mean:.2g}")
     torch.testing.assert_close(
         batch.values[batch.response_mask].unique(), torch.tensor([mean]), rtol=1e-5, atol=1e-6
     )
@@ -586,7 +605,7 @@ def test_by_default_a_new_head_starts_at_the_mean_but_no_trained_one_and_no_bins
     trained = {"model": str(tmp_path / "trained")}
     limits = {"value_range": (-9.0, 9.0)}
     batch = random_batch(8, vocab_size=60, idle=False)
-    mean = torch.tensor(float(f"{common.monte_carlo(batch, 0.9)[batch.response_mask].mean():.2g}"))
+    mean = torch.tensor(start_of(common.monte_carlo(batch, 0.9)[batch.response_mask]))
     for fields, starts in (
         ({}, True),
         ({"value_head": "bounded", **limits}, True),
