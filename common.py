@@ -3897,9 +3897,10 @@ def use_adapter(backbone, adapter):
 
 def hold_frozen(model, dtype):
     """Holds what does not train in the dtype of products, to which FSDP2 would cast it for each
-    forward. Before it is spread."""
+    forward. Before it is spread. A value head computes in float32."""
     for name, p in model.named_parameters():
-        if not p.requires_grad and ".lora_" not in name:  # adapters may train later
+        may_train = p.requires_grad or ".lora_" in name  # adapters may train later
+        if not may_train and not is_head(name):
             p.data = p.data.to(dtype)
 
 

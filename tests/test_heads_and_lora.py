@@ -328,6 +328,17 @@ def test_an_export_replaces_an_older_one_and_gives_the_same_values(model, fields
     check_export(hf, batch, values, kind, fields.get("value_range"))
 
 
+@pytest.mark.parametrize("strategy", ["fsdp2", "fsdp1", "none"])
+def test_a_frozen_head_computes_as_one_that_trains(strategy):
+    """In float32, also where the model's products are in bfloat16."""
+    batch = random_batch(8, vocab_size=60, idle=False)
+    fields = {"strategy": strategy, "param_dtype": "bfloat16", "value_head_init": "normal"}
+    values = [
+        worker(freeze_modules=frozen, **fields).compute_values(batch) for frozen in (None, "score")
+    ]
+    assert torch.equal(*values) and values[0].abs().max() > 0.01
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks, command", [
     (2, "critic_fsdp.py --strategy fsdp1 --value-head bounded --value-range -1 3"),
