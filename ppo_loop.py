@@ -1020,13 +1020,13 @@ def evaluate(replies, run, reward, phases, step, logger):
     mine = []
     for reply in replies:
         row = {"prompt": reply.prompt.text, "response": reply.text}
-        mine.append(row | {"reward": reply.score, "fault": reply.fault})
+        mine.append((reply.row_id, row | {"reward": reply.score, "fault": reply.fault}))
     parts = on_rank_0(mine)
     if RANK:
         return
 
     # a resumed run goes on with its log, so its first evaluation is there already
-    rows = list(chain(*parts))
+    rows = [row for _, row in sorted(chain(*parts))]  # in the order of the file
     past = common.read_lines(f"{run.out_dir}/metrics.jsonl")
     if not any("eval/reward" in line for line in past):
         common.replace_lines(f"{run.out_dir}/samples_first.json", [rows])
@@ -1225,16 +1225,17 @@ def what_changed(out_dir):
 
 
 def answers_before_and_after(out_dir):
-    """Pairs of a held-out prompt's rows in samples_first.json and samples.json, if they are there;
-    their order depends on the number of ranks."""
+    """Pairs of a held-out prompt's rows in samples_first.json and samples.json, if they are there
+    and have a reward."""
     try:
         with open(f"{out_dir}/samples_first.json") as file:
-            before = {row["prompt"]: row for row in json.load(file)}
+            before = json.load(file)
         with open(f"{out_dir}/samples.json") as file:
             after = json.load(file)
     except (OSError, ValueError):
         return []
-    return [(before[row["prompt"]], row) for row in after if row["prompt"] in before]
+    pairs = [(x, y) for x, y in zip(before, after) if x["prompt"] == y["prompt"]]
+    return [(x, y) for x, y in pairs if not (x["fault"] or y["fault"])]
 
 
 # ---- Tasks: prompts, rewards, environment --------------------------------------------------------

@@ -775,9 +775,11 @@ LOG = [  # of two steps of PPO, with an evaluation before and after them
     {"step": 2, "reward/mean": 0.75},
     {"step": 2, "eval/reward": 0.5, "eval/accuracy": 0.5},
 ]
-# answers to the same prompts, in another order after a resume on other ranks
-BEFORE = [a_sample(*x) for x in (("p", 0.0), ("q", 0.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
-AFTER = [a_sample(*x) for x in (("s", 1.0), ("r", 0.0), ("new", 1.0), ("q", 1.0), ("p", 1.0))]
+# answers row by row: two have one text, one is of another file, one failed
+BEFORE = [a_sample(*x) for x in (("q", 0.0), ("q", 1.0), ("r", 1.0), ("s", 1.0), ("gone", 1.0))]
+AFTER = [a_sample(*x) for x in (("q", 1.0), ("q", 1.0), ("r", 0.0), ("s", 1.5), ("new", 1.0))]
+BEFORE.append(a_sample("t", 1.0))
+AFTER.append(a_sample("t", 0.0) | {"fault": "KeyError"})
 
 
 def write_log(folder, log):
@@ -797,9 +799,9 @@ def test_what_ppo_changed_is_told_prompt_by_prompt(tmp_path):
         "earn the same": "1",
     }
     assert changed["samples"] == {
-        "earn more than before": [(BEFORE[1], AFTER[3]), (BEFORE[0], AFTER[4])],
-        "earn less": [(BEFORE[2], AFTER[1])],
-        "earn the same": [(BEFORE[3], AFTER[0])],
+        "earn more than before": [(BEFORE[0], AFTER[0]), (BEFORE[3], AFTER[3])],
+        "earn less": [(BEFORE[2], AFTER[2])],
+        "earn the same": [(BEFORE[1], AFTER[1])],
     }
 
 

@@ -246,7 +246,7 @@ def test_accuracy_is_reported_only_for_rewards_of_0_and_1(rewards, words, tmp_pa
     replies = ppo_loop.rows_of_rank([Prompt([1], f"{i}", i) for i in range(3)])
     reward = lambda prompt, response, i: rewards[i]
     run = a_run(out_dir=str(tmp_path))
-    ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger)
+    ppo_loop.evaluate(replies[::-1], run, reward, ppo_loop.Phases(False), 3, logger)
     assert f"held out   {words}\n" in capsys.readouterr().out
     assert logged["eval/reward"] == pytest.approx(sum(rewards) / 3) and logged["eval/errors"] == 0
     assert ("eval/accuracy" in logged) == ("accuracy" in words)
@@ -275,7 +275,9 @@ def test_texts_of_rows_go_only_to_rank_0_which_alone_writes_them(tmp_path, monke
     assert "r1" not in str(told) and "p1" not in str(told) and len(told) == 1 and not sent
     ppo_loop.evaluate(replies, run, reward, ppo_loop.Phases(False), 3, logger=None)
     [(rows, parts)] = sent
-    assert parts is None and [row["response"] for row in rows] == ["r0", "r1", "r2"]
+    assert parts is None and [(i, row["response"]) for i, row in rows] == [
+        *enumerate(["r0", "r1", "r2"])
+    ]
 
     batch = random_batch(4)
     monkeypatch.setattr(common.Batch, "split", None)  # what would cut the rows
