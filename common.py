@@ -990,11 +990,11 @@ def by_prompt(rows, share=True):
 def groups_of(rows):
     """The indices of the rows of each episode, as lists; episodes that begin with an equal prompt
     are in one list."""
-    groups = []
-    for same in by_prompt(rows):
-        ends = np.diff(rows.episode[same]).nonzero()[0] + 1
-        groups.append([episode.tolist() for episode in np.split(same, ends)])
-    return groups
+    order, first = in_groups(rows)
+    groups = {}
+    for row, episode, group in zip(order.tolist(), rows.episode[order].tolist(), first.tolist()):
+        groups.setdefault(group, {}).setdefault(episode, []).append(row)
+    return [list(episodes.values()) for episodes in groups.values()]
 
 
 def shared_tokens(rows, share=True):
@@ -1060,8 +1060,8 @@ def shuffled(groups, most, *key):
 
 def cut_evenly(things, pieces):
     """A list in this many pieces of equal sizes, give or take one; the larger ones come first."""
-    ends = [ceil(len(things) * i / pieces) for i in range(pieces + 1)]
-    return [things[i:j] for i, j in itertools.pairwise(ends)]
+    ends = [ceil(len(things) * i / pieces) for i in range(1, pieces + 1)]
+    return [things[i:j] for i, j in itertools.pairwise([0, *ends])]
 
 
 def rows_of_step(step, groups, size, seed):

@@ -761,8 +761,10 @@ class DataParallelPPOCritic:
         mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes. A batch
         without old values gets those of the only step."""
         config = self.config
+        most = config.ppo_mini_batch_size
         groups = common.groups_of(rows)
-        minis = math.ceil(sum(map(len, groups)) / config.ppo_mini_batch_size)
+        in_order = sorted(itertools.chain(*groups))  # the episodes
+        minis = math.ceil(len(in_order) / most)
         steps = config.ppo_epochs * minis
         if batch.values is None and steps > 1:
             says = self.says
@@ -777,9 +779,8 @@ class DataParallelPPOCritic:
         done = common.progress_of(config.ppo_epochs * len(rows), "update", "rows")
 
         for epoch in range(config.ppo_epochs):
-            episodes = sorted(itertools.chain(*groups))
+            episodes = in_order
             if config.shuffle:  # equal prompts stay together
-                most = config.ppo_mini_batch_size
                 episodes = common.shuffled(groups, most, config.seed, self.updates, epoch)
 
             # each mini-batch is one optimizer step
