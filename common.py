@@ -1669,6 +1669,8 @@ def in_order(found):
     segments = {}  # (name of an episode, segment) -> number of its object
     silent = {}  # name of an episode -> where it is, until a segment says what it earns
     rows = []
+
+    # an episode stands where its first row is
     for place, index, rollout, row in found:
         segment = rollout.segment
         name = index

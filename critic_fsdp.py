@@ -757,19 +757,17 @@ class DataParallelPPOCritic:
     def update_critic(self, batch, rows):
         """PPO epochs over mini-batches, one optimizer step each -> metrics.
 
-        batch: the rows that this rank has. rows: the Rows of all ranks, which are cut into
-        mini-batches; mini_batch fetches the rows of a mini-batch that this rank computes. A batch
-        without old values gets those of the only step."""
+        batch: the rows that this rank has; without old values, it gets those of the only step.
+        rows: the Rows of all ranks, of which mini_batch fetches those that this rank computes."""
         config = self.config
         most = config.ppo_mini_batch_size
-        groups = common.groups_of(rows)
+        groups = common.groups_of(rows)  # a shuffle keeps equal prompts together
         in_order = sorted(itertools.chain(*groups))  # the episodes
         minis = math.ceil(len(in_order) / most)
         steps = config.ppo_epochs * minis
         if batch.values is None and steps > 1:
-            says = self.says
-            words = f"an update of {steps} optimizer steps needs the {says} from before it"
-            raise UserError(f"{says}: is missing; {words}: compute them first")
+            words = f"an update of {steps} optimizer steps needs the {self.says} from before it"
+            raise UserError(f"{self.says}: is missing; {words}: compute them first")
 
         self.steps_before = self.optimizer_steps
         common.train_quietly(self.model)
@@ -780,7 +778,7 @@ class DataParallelPPOCritic:
 
         for epoch in range(config.ppo_epochs):
             episodes = in_order
-            if config.shuffle:  # equal prompts stay together
+            if config.shuffle:
                 episodes = common.shuffled(groups, most, config.seed, self.updates, epoch)
 
             # each mini-batch is one optimizer step
