@@ -1686,13 +1686,13 @@ def in_order(found):
         if rollout.reward is not None or rollout.rewards is not None:
             silent[name] = ""
         rows.append((first.setdefault(name, index), segment or 0, index, row))
+
     for place in filter(None, silent.values()):
         words = "no segment of this episode has a reward; it lies in one file"
         raise UserError(f"{place}: {words}")
 
     rows.sort(key=lambda row: row[:3])
     episode_B, _, source_B, rows = zip(*rows)
-
     rows = concat(rows)
     rows.row_id = torch.arange(len(rows))
     rows.source = torch.tensor(source_B)
