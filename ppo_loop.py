@@ -139,7 +139,9 @@ class ActorConfig(critic_fsdp.Config):
     clip_ratio_c: Annotated[float, Field(gt=1, le=1e30)] | None = 3.0
     entropy_coeff: Weight = 0.0  # weight of the entropy bonus
     kl_loss_coef: Weight = 0.0  # coefficient of the KL to the reference in the loss (0: none)
-    kl_loss_type: KL = "k3"  # estimator of the KL in the loss
+    # estimator of the KL in the loss; on average, the gradient of k2 is that of KL(policy ||
+    # reference), of k3 that of KL(reference || policy), and of k1 it is 0
+    kl_loss_type: KL = "k3"
     # weigh each token by min(pi_old / pi_engine, this) (None: no weights)
     tis_cap: Rate | None = None
 
