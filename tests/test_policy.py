@@ -275,6 +275,26 @@ def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
     assert len({*map(tuple, orders)}) == 6
 
 
+@pytest.mark.parametrize("kind, sense", [("k1", 0), ("k2", "policy"), ("k3", "reference")])
+def test_what_the_gradient_of_a_kl_loss_is_on_average(kind, sense):
+    """Over what the policy draws, in float64, against autograd of both KLs."""
+    torch.manual_seed(0)
+    logits_V = torch.randn(6, dtype=torch.float64, requires_grad=True)
+    ref_V = torch.randn(6, dtype=torch.float64).log_softmax(0)
+    log_p_V = logits_V.log_softmax(0)
+    drawn_V = log_p_V.detach().exp()  # how often each token is drawn, which has no gradient
+    loss = (drawn_V * ppo_loop.kl_penalty(log_p_V, ref_V, kind)).sum()
+    [gradient_V] = torch.autograd.grad(loss, logits_V, retain_graph=True)
+
+    kl = {
+        0: 0 * log_p_V.sum(),
+        "policy": (log_p_V.exp() * (log_p_V - ref_V)).sum(),
+        "reference": (ref_V.exp() * (ref_V - log_p_V)).sum(),
+    }
+    [expected_V] = torch.autograd.grad(kl[sense], logits_V)
+    torch.testing.assert_close(gradient_V, expected_V, rtol=1e-9, atol=1e-12)
+
+
 def state_of(w):
     """name -> full tensor, for all weights and optimizer state."""
     own = (w.critic.model, w.critic.optimizer, w.own_weights)
