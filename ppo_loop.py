@@ -669,7 +669,7 @@ def set_up(run):
     print0(
         f"prompts    {len(prompts):,}, {len(held_out):,} held out; {LONGEST} has {longest} tokens\n"
         f"rollout    at most {run.train_batch_size} prompts x {run.rollout_n} responses per step\n"
-        f"update     answers in a mini-batch: actor {actor.ppo_mini_batch_size},"
+        f"update     mini-batch sizes: actor {actor.ppo_mini_batch_size},"
         f" critic {run.critic.ppo_mini_batch_size}"
     )
     if images:
@@ -1308,8 +1308,8 @@ def rows_of_rank(prompts, n=1):
 
 def to_batch(replies, hints=False):
     """A Batch of prompts and replies, with the engine's log-probs; a row for each segment (a
-    collective). A reply without a reward has no action: nobody learns from it. hints: with prompts
-    as the critic reads them, see --privileged-key."""
+    collective). A reply without a reward has no action, so nothing is learned from it. hints: with
+    prompts as the critic reads them, see --privileged-key."""
     # the rows of an episode follow one another; if all have one row, it has the reply's number
     most = max(of_all_ranks(max((len(reply.segments()) for reply in replies), default=1)))
     rows = []

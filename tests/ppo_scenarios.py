@@ -571,7 +571,7 @@ def functions_of_a_file(folder):
         assert metrics["reward/length"] == pytest.approx(sum(lengths) / len(lengths)), metrics
         seen_turns.update(turns)
         failed.update(failures)
-    assert len(steps) == 3 and failed == {*"1234"} and seen_turns == {1, 2, 3}, (failed, seen_turns)
+    assert len(steps) == 3 and failed == {*"1234"} and seen_turns == {2, 3}, (failed, seen_turns)
 
 
 def check_dumped_rows(path, tokenizer):
