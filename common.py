@@ -127,9 +127,10 @@ def print0(*args):
 
 
 def legible(text):
-    """The text, with control characters written out: those of a user's file could change what a
-    terminal shows."""
-    return re.sub(r"[\0-\x08\x0b-\x1f\x7f-\x9f]", lambda found: repr(found[0])[1:-1], text)
+    """The text, with control characters and those that turn its direction written out: those of a
+    user's file could change what a terminal shows."""
+    controls = r"[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]"
+    return re.sub(controls, lambda found: repr(found[0])[1:-1], text)
 
 
 def of_all_ranks(mine, group=None):

@@ -140,8 +140,8 @@ def test_control_characters_do_not_reach_the_terminal(tmp_path, capsys):
     assert process.returncode == 1 and "\x1b" not in process.stderr, process.stderr
     assert process.stderr.endswith("\nValueError: \\x1b]0;mine\\x07 \\x9b2J\\ré 中\nnext\tline\n")
 
-    common.print0("\x1b[2J\r\0 é 中\nnext\tline", 1.5)
-    assert capsys.readouterr().out == "\\x1b[2J\\r\\x00 é 中\nnext\tline 1.5\n"
+    common.print0("\x1b[2J\r\0 é 中\nnext\tline\u202e\u2066", 1.5)
+    assert capsys.readouterr().out == "\\x1b[2J\\r\\x00 é 中\nnext\tline\\u202e\\u2066 1.5\n"
 
 
 RAISES = r"""
