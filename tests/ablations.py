@@ -2,6 +2,7 @@
 
 python tests/ablations.py                   PPO on the built-in addition: 20 minutes on two cores
 python tests/ablations.py --task digits --steps 160     the task of digits.py: 40 minutes
+python tests/ablations.py --task notes --steps 30       the task of notes.py: 20 minutes
 
 Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint.
 """
@@ -17,6 +18,7 @@ from itertools import takewhile
 from typing import Literal
 
 import digits
+import notes
 import tyro
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -106,6 +108,22 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
         f"{SCRATCH} --critic.value-head bounded --critic.value-range -5 5"
     ),
 }
+PER_ROW = "tests/forks/credit_per_row.py"
+MEAN = "--critic.value-head-init mean"
+SECRET = f"{MEAN} --privileged-key secret"
+NOTES = {  # an episode has two rows, and its reward comes at the end of the second
+    "across rows, no critic: minus the batch's mean": ZERO,
+    "credit per row, no critic": f"{PER_ROW} {ZERO}",
+    "credit per row, a critic": f"{PER_ROW} {MEAN}",
+    "4 answers to each of 32 prompts": (
+        f"tests/forks/evpo.py {ZERO} --train-batch-size 32 --rollout-n 4"
+    ),
+    "across rows, a critic, lambda 1": MEAN,
+    "the same, lambda 0.95": f"{MEAN} --lam-policy 0.95",
+    "it reads the secret, lambda 1": SECRET,
+    "it reads the secret, lambda 0.95": f"{SECRET} --lam-policy 0.95",
+    "it reads secret and question, lambda 1": f"{MEAN} --privileged-key secret_and_question",
+}
 
 
 def run(job):
@@ -137,17 +155,19 @@ def told(numbers):
 
 
 def ablations(
-    out: pathlib.Path = pathlib.Path("out/ablations"),
-    task: Literal["addition", "digits"] = "addition",
+    out: pathlib.Path | None = None,
+    task: Literal["addition", "digits", "notes"] = "addition",
     seeds: int = 5,
     first_seed: int = 101,
     steps: int = 60,
     jobs: int = os.cpu_count(),
     only: tuple[str, ...] = (),
 ):
-    """Prints the table for as many seeds. A run keeps one core busy; `jobs` run at once. only:
-    names of recipes; that of progress advantage needs the first row."""
-    recipes = DIGITS if task == "digits" else PPO
+    """Prints the table for as many seeds. A run keeps one core busy; `jobs` run at once. out: a
+    folder for one task (None: out/ablations/TASK). only: names of recipes; that of progress
+    advantage needs the first row."""
+    out = out or pathlib.Path("out/ablations", task)
+    recipes = {"addition": PPO, "digits": DIGITS, "notes": NOTES}[task]
     mean = next(iter(recipes))
     recipes = {name: recipes[name] for name in only or recipes}
     own = "--critic.seed {seed}"
@@ -161,6 +181,10 @@ def ablations(
         if any(pretrained.values()):
             answers = max(8, steps // 8 * 8)
             first = [digits.pretrain(out / f"task, {seed}", seed, answers) for seed in of]
+    if task == "notes":
+        own += f" {notes.FLAGS} --train-batch-size 128 --actor.lr 1e-3 --critic.lr 1e-3"
+        for seed in of:
+            notes.prepare(out / f"task, {seed}", seed)
 
     todo = []
     for name, flags in recipes.items():

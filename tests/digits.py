@@ -50,18 +50,23 @@ def rows(n, seed, name, tokenizer):
         yield json.dumps(row | {"response_ids": lot_ids + chance + said_ids, "response_mask": mask})
 
 
-def learn(folder, seed):
-    """Trains the actor that PPO starts from on the teacher's answers, as ppo_loop.py does for
-    addition."""
+def learn(folder, seed, lines):
+    """Trains the actor that PPO starts from on the answers of a teacher, JSON lines, 64 at once, as
+    ppo_loop.py does for addition."""
     tokenizer, config = common.load_config(ActorConfig())
     config.initializer_range = 0.1
     lm, _ = common.load_model(AutoModelForCausalLM, ActorConfig(), config, seed)
     optimizer = torch.optim.AdamW(lm.parameters(), lr=3e-3)
-    taught = common.read_rows(list(rows(64 * STEPS[0], seed, "taught", tokenizer)), tokenizer)
-    columns = (taught.input_ids, torch.where(taught.response_mask, taught.input_ids, -100))
-    columns = (pad_sequence(x_T.split(taught.lengths), True).split(64) for x_T in columns)
-    for ids_BL, labels_BL in zip(*columns):
-        lm(ids_BL, labels=labels_BL).loss.backward()
+
+    # padded rows, whose loss counts on the answers alone
+    taught = common.read_rows(list(lines), tokenizer)
+    labels_T = torch.where(taught.response_mask, taught.input_ids, -100)
+    ids_BL = pad_sequence(taught.input_ids.split(taught.lengths), True)
+    labels_BL = pad_sequence(labels_T.split(taught.lengths), True)
+
+    for first in range(0, len(taught), 64):
+        some = slice(first, first + 64)
+        lm(ids_BL[some], labels=labels_BL[some]).loss.backward()
         torch.nn.utils.clip_grad_norm_(lm.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -82,7 +87,8 @@ def prepare(folder, seed):
             (folder / f"{name}.jsonl").write_text(
                 "\n".join(rows(n, seed, name, common.char_tokenizer()))
             )
-        learn(folder / "actor", seed)
+        taught = rows(64 * STEPS[0], seed, "taught", common.char_tokenizer())
+        learn(folder / "actor", seed, taught)
 
 
 def pretrain(folder, seed, answers):

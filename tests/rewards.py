@@ -118,6 +118,16 @@ def points(prompt, response, answer, turns):
     return (right - 10) / 4 + (1.5 if turns[1:2] == ["+"] else -1.5)
 
 
+def asks_later(turns, row):
+    """An environment that shows the first turn, a note, with a question, and then ends."""
+    return {"prompt": turns[0] + row["question"]} if len(turns) == 1 else None
+
+
+def remembered(turns, answer):
+    """1 if the second turn is the answer, else 0."""
+    return float(turns[2:] == [answer])
+
+
 def spins(prompt, response, answer):
     """Never returns."""
     while True:

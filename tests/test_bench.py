@@ -7,6 +7,7 @@ import sys
 import ablations
 import digits
 import faults
+import notes
 import pytest
 import rewards
 from helpers import ROOT, printed, ran, run, succeeded
@@ -102,4 +103,35 @@ def test_task_of_digits(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(digits, "STEPS", (2, 2))
     monkeypatch.setattr("subprocess.run", lambda command, **_: succeeded(run(*command)))  # as forks
     ablations.ablations(tmp_path, task="digits", seeds=1, steps=8)
+    assert f"| {name} |" in capsys.readouterr().out
+
+
+def test_task_of_notes(tmp_path, capsys, monkeypatch):
+    """The teacher notes and reads digits at the stated rates, the question comes with nothing but
+    the note, only the answer to it earns, and a short run makes a table."""
+    kept = []
+    read = []
+    lines = [json.loads(line) for line in notes.lessons(4000, 7)]
+    for row, noted, said in zip(notes.rows(2000, 7, "taught"), lines[::2], lines[1::2]):
+        note = noted["response"]
+        kept += [x == digit for x, digit in zip(note, row["secret"], strict=True)]
+        assert noted["prompt"] == f"{row['secret']}>" and set(note) <= {*row["secret"], "-"}
+
+        # what an actor gets in the second context
+        assert rewards.asks_later([note], row) == {"prompt": said["prompt"]}
+        turns = [note, said["prompt"], said["response"]]
+        assert rewards.asks_later(turns, row) is None
+        assert rewards.remembered(turns, row["answer"]) == (said["response"] == row["answer"])
+        if note[row["place"]] != "-":
+            read.append(said["response"] == row["answer"])
+
+    assert abs(sum(kept) / len(kept) - notes.KEPT) < 0.02
+    assert abs(sum(read) / len(read) - (0.1 + 0.9 * notes.READ)) < 0.05
+    assert rewards.remembered(["4"], "4") == 0
+
+    name = "credit per row, no critic"
+    monkeypatch.setattr(ablations, "NOTES", {name: ablations.NOTES[name]})
+    monkeypatch.setattr(notes, "STEPS", 2)
+    monkeypatch.setattr("subprocess.run", lambda command, **_: succeeded(run(*command)))  # as forks
+    ablations.ablations(tmp_path, task="notes", seeds=1, steps=1)
     assert f"| {name} |" in capsys.readouterr().out

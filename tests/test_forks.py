@@ -16,6 +16,7 @@ import types
 from pathlib import Path
 from statistics import fmean
 
+import credit_per_row
 import evpo
 import first_token_credit
 import hl_gauss
@@ -41,6 +42,7 @@ import critic_fsdp
 import critic_megatron
 import ppo_loop
 from common import UserError
+from ppo_loop import Prompt, Reply
 
 FORKS = ROOT / "tests" / "forks"
 BOTH = pytest.mark.parametrize(
@@ -284,11 +286,8 @@ def test_a_critic_without_the_fork_refuses_its_export(script, tmp_path):
 # ---- Credit and baselines of PPO -----------------------------------------------------------------
 
 
-def of_answers(rewards, values, n=2, **fields):
-    """Advantages of rows with one prompt and n actions. values: one for all actions of a row."""
-    rows = rows_after(*[[3]] * len(rewards), answer=n)
-    rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
-    rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
+def credited(rows, rewards_T, **fields):
+    """Gives rows with values their advantages, which are not whitened -> the flags."""
     flags = {
         "lam_policy": None,
         "whiten": "none",
@@ -303,9 +302,35 @@ def of_answers(rewards, values, n=2, **fields):
     critic = types.SimpleNamespace(
         compute_values=lambda rows: rows.values, start_at_mean=lambda *_: None
     )
-    rewards_T = torch.tensor([x for reward in rewards for x in [0.0] * n + [reward]])
     ppo_loop.assign_credit(rows, rows, rewards_T, 0.0, run, critic)
+    return run
+
+
+def of_answers(rewards, values, n=2, **fields):
+    """Advantages of rows with one prompt and n actions. values: one for all actions of a row."""
+    rows = rows_after(*[[3]] * len(rewards), answer=n)
+    rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
+    rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
+    rewards_T = torch.tensor([x for reward in rewards for x in [0.0] * n + [reward]])
+    run = credited(rows, rewards_T, **fields)
     return rows.advantages.view(-1, 1 + n).tolist(), evpo.helps(rows, run)
+
+
+def of_episodes(rewards, values, **fields):
+    """Advantages of the rows of episodes, each of a note of two actions and an answer of one, which
+    earns the reward. values: one for all notes, and one for all answers."""
+    replies = []
+    for number, reward in enumerate(rewards):
+        reply = Reply(Prompt([3]), number, [4, 5, 6], [-1.0] * 3, finished=True)
+        reply.contexts.append((2, Prompt([7, 8])))
+        reply.earned[2] = reward
+        replies.append(reply)
+
+    batch = ppo_loop.to_batch(replies)
+    note, answer = values
+    batch.values = torch.tensor([0.0, note, note, 0.0, 0.0, answer] * len(rewards))
+    credited(batch, ppo_loop.rewards_of(replies), **fields)
+    return [row.advantages[row.response_mask].tolist() for row in batch.split(1)]
 
 
 @pytest.fixture
@@ -365,6 +390,24 @@ def test_the_mean_return_replaces_a_critic_that_explains_nothing(
     for row, reward, mean, value in zip(found, rewards, less, values):
         baseline = value if helps else mean
         assert row == pytest.approx([0, reward - baseline, reward - baseline])
+
+
+def test_credit_per_row_ends_with_the_row(monkeypatch):
+    """A note earns what comes of it in the next row; with the fork it earns nothing, and its
+    advantages are the same whatever the answer earns."""
+    values = (0.25, 0.5)
+    across = of_episodes([1.0, 3.0], values)
+    assert across == [[0.75, 0.75], [0.5], [2.75, 2.75], [2.5]]
+    monkeypatch.setattr(ppo_loop, "to_batch", credit_per_row.to_batch)
+    assert of_episodes([1.0, 3.0], values) == [[-0.25, -0.25], [0.5], [-0.25, -0.25], [2.5]]
+
+
+def test_the_mean_return_of_answers_to_a_prompt_is_one_for_all_rows_of_their_episodes(monkeypatch):
+    """So is the advantage."""
+    common.setup_distributed()
+    monkeypatch.setattr(ppo_loop, "advantages_of", evpo.advantages_of)
+    found = of_episodes([1.0, 2.0, 3.0, 5.0], (0.0, 0.0), rollout_n=2)
+    assert found == [[x] * n for x in (-0.5, 0.5, -1.0, 1.0) for n in (2, 1)]
 
 
 # ---- Places --------------------------------------------------------------------------------------
