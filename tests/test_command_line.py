@@ -125,7 +125,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     out = tmp_path / "out"
     row = rf"--rollouts {rows}:1: reward: must be a .*number.*"
     diverged = "the critic's values are not finite: take an earlier checkpoint and a lower --lr"
-    budget = r"--ppo-max-token-len-per-gpu 5: line \d+ .* has 10 tokens; give 10"
+    budget = r"--ppo-max-token-len-per-gpu 5: row \d+ .* has 10 tokens; give 10"
 
     for process, said in (
         (start(out, "", 2, rollouts=rows), row),

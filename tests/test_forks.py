@@ -64,7 +64,11 @@ PPO = (
 SPLIT = "--tensor-model-parallel-size 2"
 ON_MEGATRON = "--critic megatron --critic.tensor-model-parallel-size 2"
 RANGE = "--critic.value-range -0.1 1.1"
-GROUPS = "--rollout-n 2 --critic.lr 0.003 --critic.ppo-epochs 4"
+# one mini-batch, because 126 rows are no longer cut into 32, 32, 32 and 30
+GROUPS = (
+    "--rollout-n 2 --critic.lr 0.003 --critic.ppo-epochs 4 --actor.ppo-mini-batch-size 128"
+    " --critic.ppo-mini-batch-size 128"
+)
 # a step so long that the bands leave actions out of the next one; later, rounding has grown
 FAR = f"{PPO} --steps 2 --actor.lr 0.05 --critic-warmup 1"
 UNCLIPPED = (
