@@ -2230,6 +2230,7 @@ def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_
             later = sum(map(images_in, messages[n:]))
             segment.images = rollout.images[: len(rollout.images) - later]
 
+    # numbers for each token of the whole cannot be shared out
     if rollout.rewards and not is_per_turn and len(segments) > 1:
         has = f"rewards has {len(rollout.rewards)} entries"
         raise UserError(f"{has}, the chat has {len(turns)} turns that act")
@@ -2285,7 +2286,8 @@ def turn_as_written(message, number, prompt, through, following, header, ends):
     if "<think>" not in content:
         shown = NO_THOUGHT.sub("", shown)
 
-    # a text is known as it stands, unless the next prompt goes on from what is shown of all of it
+    # a text is known as it stands, unless the next prompt goes on from what is shown of all of it;
+    # a template may close a thought in which the policy was cut off
     behind = None if lost else read_since(prompt + shown, following)
     is_text = not any(map(message.get, BEYOND_TEXT))
     is_cut = "<think>" in content_of(message) and "</think>" not in content_of(message)
