@@ -327,7 +327,7 @@ def test_a_run_gives_each_turn_its_credit(whole_run, tmp_path):
         ends = [i for i, acts in enumerate(mask) if acts and not (mask + [False])[i + 1]]
         expected = [0.0] * len(mask)
         for end, text, given in zip(ends, said, (0.5, -0.25), strict=False):
-            expected[end] = len(text) + given * (not row["truncated"] or end != ends[-1])
+            expected[end] = len(text) + given  # also for a turn that was cut off
         turns.add((len(ends), row["truncated"]))
         assert row["rewards"] == expected and row["score"] == sum(expected), row
     assert {(2, True), (2, False)} <= turns
