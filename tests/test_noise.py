@@ -343,10 +343,14 @@ def test_a_critic_of_least_noise_weighs_its_loss_and_starts_at_that_mean():
     acts = [t for places in actions_of(batch) for t in places]
     weights = [(1 - chance(t)) ** 2 for t in acts]
     returns_T = common.monte_carlo(batch, 0.9)
-    mean = math.fsum(x * float(returns_T[t]) for x, t in zip(weights, acts)) / math.fsum(weights)
+    weigh = lambda numbers: math.fsum(map(math.prod, zip(weights, numbers))) / math.fsum(weights)
+    returns = returns_T[acts].double().tolist()
+    mean = weigh(returns)
+    spread = weigh([(x - mean) ** 2 for x in returns]) ** 0.5
     w.start_at_mean(batch, 0.9)
     batch.values = w.compute_values(batch)
-    assert batch.values[acts].tolist() == pytest.approx([float(f"{mean:.2g}")] * len(acts))
+    start = round(mean, 1 - math.floor(math.log10(spread)))
+    assert batch.values[acts].tolist() == pytest.approx([start] * len(acts))
 
     metrics = w.update_critic(batch)
     columns = zip(*(x_T[acts].double() for x_T in (batch.values, batch.values, batch.returns)))
