@@ -2206,8 +2206,7 @@ def segments_of_chat(rollout, tokenizer, ends, options, images=False, last_turn_
     segments = []
     so_far = None
     for i, (n, prompt, following) in enumerate(zip(turns, prompts, [*prompts[1:], ""])):
-        texts = (prompt, through(n + 1), following)
-        turn = turn_as_written(messages[n], n + 1, *texts, header, ends)
+        turn = turn_as_written(messages[n], n + 1, prompt, through(n + 1), following, header, ends)
         if rollout.truncated and n == turns[-1]:
             turn = functools.reduce(str.removesuffix, ends.values(), turn)
             if not (content_of(messages[n]).strip() or calls_of([messages[n]])):  # in its thought
