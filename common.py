@@ -851,9 +851,11 @@ def dp_compute_proto(needs=(), may_have=()):
                 if len(set(of_all_ranks(getattr(batch, name) is None))) > 1:
                     raise UserError(f"{name}: only some ranks' batches have this column")
 
-            # the caller's autocast is for its own models
+            # what the Rows say, or no rank needs, does not travel; only some ranks may have it
             rows = rows_of_all_ranks(batch)
-            batch = replace(batch, episode=None)  # the Rows say it, and only some ranks may have it
+            batch = replace(batch, episode=None, source=None)
+
+            # the caller's autocast is for its own models
             autocast = torch.autocast(self.device.type, enabled=False)
             with torch.profiler.record_function(method.__name__), autocast:
                 return method(self, batch, rows)
@@ -1689,8 +1691,7 @@ def in_order(found):
         rows.append((first.setdefault(name, index), segment or 0, index, row))
 
     for place in filter(None, silent.values()):
-        words = "no segment of this episode has a reward; it lies in one file"
-        raise UserError(f"{place}: {words}")
+        raise UserError(f"{place}: no segment of this episode has a reward; it lies in one file")
 
     rows.sort(key=lambda row: row[:3])
     episode_B, _, source_B, rows = zip(*rows)
