@@ -176,6 +176,7 @@ class Batch:
     truncated: torch.Tensor  # (B,) bool: the response hit the length limit
     episode: torch.Tensor | None = None  # (B,) int64: row_id of its episode's first row; None: own
     source: torch.Tensor | None = None  # (B,) int64: number of its object in a file, see raw_rows
+    turns: torch.Tensor | None = None  # (T,) bool: where a turn begins; None: each action is one
     token_level_rewards: Floats = None
     values: Floats = None
     returns: Floats = None
@@ -366,6 +367,8 @@ def check(batch, needs=()):
     columns = dict(COLUMNS)
     if batch.episode is not None:
         columns["episode"] = (torch.int64, "B")
+    if batch.turns is not None:
+        columns["turns"] = (torch.bool, "T")
     for name in Batch.FLOATS:
         if name in needs or getattr(batch, name) is not None:
             columns[name] = (torch.float32, "T")
@@ -526,8 +529,8 @@ def gae(rewards_T, values_T, response_mask_T, cu_seqlens, gamma, lam=1.0, bootst
     return advantages_T.float(), returns_T.float()
 
 
-def gae_by_turns(rewards_T, values_T, response_mask_T, cu_seqlens, *options):
-    """gae where a step is a turn, a span of actions without another token in between: Turn-PPO
+def gae_by_turns(batch, values_T, *options):
+    """gae where a step is a turn of the batch, all that the policy wrote in one go: Turn-PPO
     (2512.17008), with AReaL's equations -> (advantages_T, returns_T), equal within a turn.
 
         R_k = the sum of the rewards in turn k,    V_k = the value of its first action
@@ -535,18 +538,17 @@ def gae_by_turns(rewards_T, values_T, response_mask_T, cu_seqlens, *options):
         A_k = delta_k + gamma lam A_{k+1}
         returns = A + V
 
-    options: gamma, lam and bootstrap_B of gae, which counts turns here."""
+    options: gamma, lam and bootstrap_B of gae, which counts turns here. A batch without turns has
+    gae's numbers: each action is a step."""
     # a turn's first action stands for it: what is paid later in the turn goes to that action
-    first_T = response_mask_T & ~response_mask_T.roll(1)  # no row begins with an action
-    of_first = gae(rewards_T, values_T, first_T, cu_seqlens, *options)
+    mask_T = batch.response_mask
+    first_T = mask_T if batch.turns is None else batch.turns & mask_T
+    of_first = gae(batch.token_level_rewards, values_T, first_T, batch.cu_seqlens, *options)
 
     # the index of the first action of each token's turn
     index_T = torch.where(first_T, torch.arange(len(first_T)), 0).cummax(0).values
-    advantages_T, returns_T = (torch.where(response_mask_T, x_T[index_T], 0.0) for x_T in of_first)
+    advantages_T, returns_T = (torch.where(mask_T, x_T[index_T], 0.0) for x_T in of_first)
     return advantages_T, returns_T
-
-
-GAE = {"token": gae, "turn": gae_by_turns}
 
 
 def end_to_end(batch):
@@ -584,11 +586,11 @@ def last_action(batch):
     return torch.full((len(batch),), -1).scatter_reduce(0, batch.row_of_token, index_T, "amax")
 
 
-def add_returns(batch, gamma, lam, bootstrap_truncated=False, level="token"):
-    """Fills in advantages and returns, along the actions of each episode. bootstrap_truncated:
-    truncated episodes end with their last value. level: "token", see gae, or "turn", see
-    gae_by_turns. lam: a number, or a list of one for each episode, in the order of their numbers.
-    UserError: the batch lacks its rewards or values.
+def add_returns(batch, gamma, lam, bootstrap_truncated=False):
+    """Fills in advantages and returns, along the actions of each episode, or its turns, see
+    gae_by_turns. bootstrap_truncated: truncated episodes end with their last value. lam: a number,
+    or a list of one for each episode, in the order of their numbers. UserError: the batch lacks its
+    rewards or values.
 
     Returns need values if lam is not 1, or with bootstrap_truncated. Otherwise a batch may come
     without values: it gets returns, and no advantages."""
@@ -602,26 +604,16 @@ def add_returns(batch, gamma, lam, bootstrap_truncated=False, level="token"):
     tail_B = None
     if bootstrap_truncated:
         tail_B = torch.where(whole.truncated, values_T[last_action(whole)], 0.0)
-    advantages_T, returns_T = GAE[level](
-        whole.token_level_rewards,
-        values_T,
-        whole.response_mask,
-        whole.cu_seqlens,
-        gamma,
-        lam,
-        tail_B,
-    )
+    advantages_T, returns_T = gae_by_turns(whole, values_T, gamma, lam, tail_B)
     batch.returns = to_rows(returns_T, index_T)
     batch.advantages = None if batch.values is None else to_rows(advantages_T, index_T)
 
 
-def monte_carlo(batch, gamma, level="token"):
-    """(T,) discounted sums of the rewards from each action, or with level "turn" each turn, on to
-    the end of its episode."""
+def monte_carlo(batch, gamma):
+    """(T,) discounted sums of the rewards from each action, or each turn of a batch that has some,
+    on to the end of its episode."""
     whole, index_T = end_to_end(batch)
-    rewards_T = whole.token_level_rewards
-    no_values_T = 0 * rewards_T
-    _, returns_T = GAE[level](rewards_T, no_values_T, whole.response_mask, whole.cu_seqlens, gamma)
+    _, returns_T = gae_by_turns(whole, 0 * whole.token_level_rewards, gamma)
     return to_rows(returns_T, index_T)
 
 
@@ -853,7 +845,7 @@ def dp_compute_proto(needs=(), may_have=()):
 
             # what the Rows say, or no rank needs, does not travel; only some ranks may have it
             rows = rows_of_all_ranks(batch)
-            batch = replace(batch, episode=None, source=None)
+            batch = replace(batch, episode=None, source=None, turns=None)
 
             # the caller's autocast is for its own models
             autocast = torch.autocast(self.device.type, enabled=False)

@@ -480,6 +480,10 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     """Fills in rewards, values, returns and advantages of the caller's rows (a collective). seen:
     the same rows as the critic reads them, which get the values and returns of its update; without
     --privileged-key they are the batch itself. rewards_T: see rewards_of."""
+    # what gamma and lambda count
+    if run.gae_level == "token":
+        batch.turns = None
+
     # rewards: every action earns what it is given, and pays for its KL to the reference
     batch.token_level_rewards = rewards_T
     if kl_coef:
@@ -492,7 +496,7 @@ def assign_credit(batch, seen, rewards_T, kl_coef, run, critic):
     batch.values = move_actions(seen.values, seen, batch)
 
     # returns: what the critic is to learn
-    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated, run.gae_level)
+    common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)
     seen.returns = move_actions(batch.returns, batch, seen)
 
     # advantages: how much better than expected each action was
@@ -512,7 +516,7 @@ def advantages_of(batch, run):
         return batch.advantages
     lam = run.lam_policy
     decoupled = replace(batch)
-    common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated, run.gae_level)
+    common.add_returns(decoupled, run.gamma, lam, run.bootstrap_truncated)
     return decoupled.advantages
 
 
@@ -1316,8 +1320,10 @@ def to_batch(replies, hints=False):
     row_ids = []
     log_probs = []
     truncated = []
+    turns = []
     images = []
     for reply in replies:
+        ends = {-1, *reply.ends}
         for number, (prompt, start, end) in enumerate(reply.segments()):
             ids = prompt.critic_ids if hints else prompt.ids
             rows.append(ids + reply.ids[start:end])
@@ -1325,6 +1331,9 @@ def to_batch(replies, hints=False):
             acted = [None] * (end - start) if reply.fault else reply.log_probs[start:end]
             log_probs += [None] * len(ids) + acted
             truncated.append(not reply.finished and end == len(reply.ids))
+            # a turn begins behind the end of another, or behind what the environment said
+            behind = [i - 1 in ends or reply.log_probs[i - 1] is None for i in range(start, end)]
+            turns += [False] * len(ids) + behind
             images.append({"images": prompt.images} if prompt.images else {})
 
     # LongTensor and BoolTensor, because a rank may have no rows
@@ -1336,6 +1345,7 @@ def to_batch(replies, hints=False):
         row_id=row_id,
         truncated=torch.BoolTensor(truncated),
         episode=row_id // most * most if most > 1 else None,
+        turns=torch.BoolTensor(turns),
         rollout_log_probs=torch.tensor([x or 0.0 for x in log_probs]),
         multi_modal_inputs=images if any(images) else None,
     )

@@ -243,6 +243,11 @@ def random_batch(n, seed=0, vocab_size=97, longest=40, idle=True, prompts=0):
     return batch
 
 
+def spans_of(mask_T):
+    """(T,) bool: where a span of actions begins. No row begins with an action."""
+    return mask_T & ~mask_T.roll(1)
+
+
 def cut_into_segments(whole, seed=0):
     """The same episodes in rows whose prompts are all that came before: each is cut behind some of
     its turns. A token belongs to one segment, and is in the prompts of the later ones."""

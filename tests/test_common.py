@@ -32,6 +32,7 @@ from helpers import (
     refused,
     rows_after,
     rows_of,
+    spans_of,
     verl,
     worker,
     write_manifest,
@@ -289,10 +290,22 @@ def test_gae_equals_a_plain_loop(level, rows, gamma, lam, bootstrapped):
     expected = [gae_by_hand(row, gamma, lam, tail, level) for row, tail in zip(rows, tail_B)]
     expected = torch.tensor(sum(expected, []), dtype=torch.float64).T
 
-    columns = map(torch.tensor, zip(*sum(rows, [])))
+    rewards_T, values_T, mask_T = map(torch.tensor, zip(*sum(rows, [])))
     cu_seqlens = common.cumulative(torch.tensor([*map(len, rows)]))
     bootstrap_B = torch.tensor(tail_B) if bootstrapped else None
-    found = common.GAE[level](*columns, cu_seqlens, gamma, lam, bootstrap_B)
+    batch = common.Batch(
+        input_ids=mask_T.long(),
+        cu_seqlens=cu_seqlens,
+        response_mask=mask_T,
+        row_id=torch.arange(len(rows)),
+        truncated=torch.zeros(len(rows), dtype=torch.bool),
+        turns=spans_of(mask_T) if level == "turn" else None,
+        token_level_rewards=rewards_T,
+    )
+    found = common.gae_by_turns(batch, values_T, gamma, lam, bootstrap_B)
+    if level == "token":
+        alone = common.gae(rewards_T, values_T, mask_T, cu_seqlens, gamma, lam, bootstrap_B)
+        assert all(map(torch.equal, found, alone))
     assert_close(torch.stack(found).double(), expected, rtol=1e-6, atol=1e-5)
 
 

@@ -20,6 +20,7 @@ from helpers import (
     refused,
     rows_after,
     rows_of,
+    spans_of,
     succeeded,
     torchrun,
 )
@@ -66,8 +67,9 @@ def test_credit_runs_along_all_actions_of_an_episode(seed, lam, gamma, bootstrap
     batch.token_level_rewards = torch.randn(
         len(mask), generator=torch.Generator().manual_seed(seed)
     )
-    common.add_returns(batch, gamma, lam, bootstrap, level)
-    sums_T = common.monte_carlo(batch, gamma, level)
+    batch.turns = spans_of(mask) if level == "turn" else None
+    common.add_returns(batch, gamma, lam, bootstrap)
+    sums_T = common.monte_carlo(batch, gamma)
     last_row = dict(zip(batch.row_id.tolist(), batch.truncated.tolist()))
 
     for places in tokens_of_episodes(batch):

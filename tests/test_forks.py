@@ -31,6 +31,7 @@ from helpers import (
     rows_after,
     rows_of,
     run,
+    spans_of,
     succeeded,
     torchrun,
     worker,
@@ -315,6 +316,7 @@ def of_answers(rewards, values, n=2, **fields):
     rows = rows_after(*[[3]] * len(rewards), answer=n)
     rows.old_log_probs = rows.ref_log_probs = torch.zeros(len(rows.input_ids))
     rows.values = torch.tensor([[0.0, *[v] * n] for v in values]).flatten()
+    rows.turns = spans_of(rows.response_mask)
     rewards_T = torch.tensor([x for reward in rewards for x in [0.0] * n + [reward]])
     run = credited(rows, rewards_T, **fields)
     return rows.advantages.view(-1, 1 + n).tolist(), evpo.helps(rows, run)

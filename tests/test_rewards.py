@@ -8,7 +8,7 @@ import numpy
 import pytest
 import torch
 import transformers
-from helpers import SHARED, actions_of, random_batch, rows_of
+from helpers import SHARED, actions_of, random_batch, rows_of, spans_of
 from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of, play
 from reference import gae_by_hand, kl_of
 
@@ -157,6 +157,31 @@ def test_credit_stands_at_the_actions_that_earn_it(observed, says, earned):
     ppo_loop.assign_credit(batch, batch, ours_T[: len(expected)], 0.1, run, SAYS_THE_SAME)
     paid = [x - 0.1 * 2.0 * acts for x, acts in zip(expected, batch.response_mask.tolist())]
     assert batch.token_level_rewards.tolist() == pytest.approx(paid)
+
+
+@pytest.mark.parametrize("said", ["", "[1]"])
+def test_a_turn_is_what_the_policy_wrote_in_one_go(said):
+    """Also where the environment has said nothing in between. Three turns earn 1, 2 and 4, and
+    gamma counts them: what training learns, where a head starts, and what the report is of."""
+    reply, _ = rewarded(["ab", "cd", "e"], [said, said, None], [1, 2, 4])
+    batch = ppo_loop.to_batch([reply])
+    batch.values = torch.zeros(len(batch.input_ids))
+    run = a_run(whiten="none", gae_level="turn", gamma=0.5)
+    means = []
+    critic = types.SimpleNamespace(
+        start_at_mean=lambda *args: means.append(common.Batch.mean_return(*args)[0]),
+        compute_values=lambda batch: batch.values,
+    )
+    ppo_loop.assign_credit(batch, batch, ppo_loop.rewards_of([reply]), 0.0, run, critic)
+
+    # three tokens in the first turn, three in the second, two in the last one
+    expected = [3.0] * 3 + [4.0] * 3 + [4.0] * 2
+    assert batch.returns[batch.response_mask].tolist() == expected
+    assert batch.advantages[batch.response_mask].tolist() == expected
+    assert means == [pytest.approx(sum(expected) / 8)]
+    assert common.monte_carlo(batch, 0.5)[batch.response_mask].tolist() == expected
+    loss = common.evaluate(batch, 0.5)["eval/vf_loss"]
+    assert float(loss) == pytest.approx(sum(x * x for x in expected) / 16)
 
 
 @pytest.mark.parametrize("turns, says, words", [
@@ -317,6 +342,7 @@ def test_rewards_advantages_and_returns_equal_a_loop(kl_coef, fields):
     earned_T *= torch.rand(len(batch.input_ids), generator=g) < 0.3
     earned_T[common.last_action(batch)] = torch.randn(8, generator=g)
 
+    batch.turns = spans_of(batch.response_mask)
     ppo_loop.assign_credit(batch, batch, earned_T, kl_coef, run, SAYS_THE_SAME)
     rewards_T, advantages_T, returns_T = torch.zeros(3, len(batch.input_ids), dtype=torch.float64)
     lam_policy = run.lam if run.lam_policy is None else run.lam_policy

@@ -20,7 +20,7 @@ learn = ppo_loop.update_critic
 
 def helps(batch, run):
     """Whether values explain any of the returns of all ranks' rows (a collective)."""
-    returns_T = common.monte_carlo(batch, run.gamma, run.gae_level)
+    returns_T = common.monte_carlo(batch, run.gamma)
     both = [x_T[batch.response_mask] for x_T in (batch.values, returns_T)]
     return common.explained_variance(*both, everywhere=True) > 1e-3  # above rounding errors
 
@@ -32,7 +32,7 @@ def advantages_of(batch, run):
 
     # sums of each answer, over all ranks; those to one prompt follow each other
     whole, index_T = common.end_to_end(batch)
-    returns_T = common.monte_carlo(whole, run.gamma, run.gae_level)
+    returns_T = common.monte_carlo(whole, run.gamma)
     row_T = whole.row_of_token
     sum_B = torch.zeros(len(whole), dtype=torch.float64).index_add(0, row_T, returns_T.double())
     mine = list(zip(whole.row_id.tolist(), sum_B.tolist(), whole.actions.tolist()))
