@@ -310,9 +310,14 @@ class Run:
         if self.target_kl and not self.kl_coef:
             flag = f"--target-kl {self.target_kl}"
             raise ValueError(f"{flag}: adapts --kl-coef, which must be above 0")
-        if self.old_log_probs == "engine" and self.top_p < 1:
-            words = f"with --top-p {self.top_p} they are not those of the policy"
-            raise ValueError(f"--old-log-probs engine: {words}")
+        for flag, x in (
+            ("--old-log-probs engine", self.old_log_probs),
+            ("--whiten noise", self.whiten),
+            ("--critic.value-weights noise", self.critic.value_weights),
+        ):
+            if self.top_p < 1 and x == flag.split()[1]:
+                words = f"with --top-p {self.top_p} the engine's log-probs are of another policy"
+                raise ValueError(f"{flag}: {words}")
 
         # memory
         if self.share_base:
@@ -1407,7 +1412,7 @@ def read_prompt(row, run, tokenizer, images=None, folder=""):
 
     # a built-in reward must accept the answer as a response
     answer = prompt.answer
-    if run.reward in REWARDS and not REWARDS[run.reward](prompt.text, str(answer), answer):
+    if run.reward in REWARDS and not REWARDS[run.reward]([str(answer)], answer):
         wrong = f"cannot check the answer {answer!r:.40}, see --answer-key"
         raise ValueError(f"--reward {run.reward} {wrong}")
     return prompt
@@ -1447,13 +1452,14 @@ def in_template(messages, row, run, tokenizer):
     return common.chat_text(tokenizer, messages, tools=common.tools_of(row), **options)
 
 
-def addition_reward(prompt, response, answer):
-    """1 if the response is exactly the right sum, else 0."""
-    return float(response == answer)
+def addition_reward(turns, answer):
+    """1 if what the policy wrote is exactly the right sum, else 0. turns: see Reply."""
+    return float("".join(turns[::2]) == answer)
 
 
-def gsm8k_reward(prompt, response, answer):
-    """1 if the number after the last #### is the answer's, else 0: GSM8K's rule (2110.14168)."""
+def gsm8k_reward(turns, answer):
+    """1 if the number after the policy's last #### is the answer's, else 0: GSM8K's rule
+    (2110.14168)."""
 
     def last_number(text):
         found = re.findall(r"####\s*(?:\$\s*)?(-?\$?[\d,]*\.?\d+)", text)
@@ -1461,7 +1467,7 @@ def gsm8k_reward(prompt, response, answer):
             return nan  # is not even equal to itself
         return float(re.sub("[$,]", "", found[-1]))
 
-    return float(last_number(response) == last_number(answer))
+    return float(last_number("\n".join(turns[::2])) == last_number(answer))
 
 
 REWARDS = {"addition": addition_reward, "gsm8k": gsm8k_reward}
@@ -2211,10 +2217,9 @@ def roll_out(engine, task, replies, run, temperature, key=""):
             reply.ends.append(len(reply.ids) - 1)
             reply.finished = ended
 
-            # texts have special tokens, such as <think>, but no padding and no end of a turn
+            # texts have special tokens, such as <think>, but no end of a turn
             if ids and ids[-1] in task.stop_ids:
                 ids = ids[:-1]
-            ids = [i for i in ids if i != task.tokenizer.pad_token_id]
             reply.turns.append(decode(reply.prompt.ids + reply.shown, ids))
             reply.shown += ids
             reply.text = decode(reply.prompt.ids, reply.shown)

@@ -17,6 +17,7 @@ Shapes are in the names: B rows, L tokens of the longest row, A actions, D featu
 """
 
 import json
+from itertools import takewhile
 from pathlib import Path
 from statistics import fmean
 
@@ -214,8 +215,9 @@ def reward_of(ids):
 
 
 def text_of(ids):
-    """The characters of a row, without END and PAD."""
-    return "".join(chr(i + OFFSET) for i in ids if i not in (PAD, END))
+    """The characters of a row up to END; "_" for a PAD, which the actor may have drawn."""
+    before_end = takewhile(lambda i: i != END, ids)
+    return "".join("_" if i == PAD else chr(i + OFFSET) for i in before_end)
 
 
 def log_probs(actor, ids_BL):

@@ -69,8 +69,8 @@ def a_task(**fields):
 
 
 def text_of_reply(ids):
-    """What a reward reads of a reply to the toy: no end of a turn, and no padding."""
-    return TOKENIZER.decode([i for i in ids if i not in (EOS, TOKENIZER.pad_token_id)])
+    """What a reward reads of a reply to the toy: no end of a turn."""
+    return TOKENIZER.decode([i for i in ids if i != EOS])
 
 
 def policy(

@@ -129,6 +129,8 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
+    ("--whiten noise --top-p 0.9", "--whiten noise: with --top-p 0.9"),
+    ("--critic.value-weights noise --top-p 0.5", "--critic.value-weights noise: with --top-p 0.5"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
     with refused_in_a_box(capfd, words):

@@ -140,6 +140,14 @@ def test_the_actors_loss_is_that_of_the_loop():
     assert 30 < int(clipped[mask].sum()) == int(count)
 
 
+def test_a_pad_that_the_actor_draws_is_no_right_answer():
+    """9, PAD, 5, END is not 95."""
+    row = nano_critic.read_rows("rows.jsonl")["ids"][0].tolist()
+    assert nano_critic.text_of(row) == "70+25=95" and nano_critic.reward_of(row) == 1
+    padded = [*row[:7], nano_critic.PAD, row[7], nano_critic.END]
+    assert nano_critic.text_of(padded) == "70+25=9_5" and nano_critic.reward_of(padded) == 0
+
+
 def test_an_answer_ends_with_its_end_which_is_paid_for():
     """Answers of an actor that writes what is given, whatever it is asked: those of the file are
     judged as the file says, and one that does not end earns nothing."""

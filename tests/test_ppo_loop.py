@@ -1,5 +1,6 @@
 """ppo_loop.py on one process: whole runs, resumed runs, and how a signal interrupts each phase."""
 
+import functools
 import json
 import os
 import re
@@ -96,13 +97,13 @@ def test_the_critic_alone_reads_the_hint(backend, whole_run, tmp_path):
 
 
 def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path):
-    whole_run("--steps 1 --stop a b c 1 2 3 # --train-batch-size 40")
+    whole_run("--steps 1 --stop x b c 1 2 3 # --train-batch-size 40")
     rows = common.read_lines(tmp_path / "out/rollouts/step_1.jsonl")
-    found = [row for row in rows if re.search("[abc123#]", row["response_text"])]
+    found = [row for row in rows if re.search("[xbc123#]", row["response_text"])]
     assert 5 < len(found) < 40
     for row in found:
         assert (
-            re.fullmatch("[^abc123#]*[abc123#]", row["response_text"]) and not row["truncated"]
+            re.fullmatch("[^xbc123#]*[xbc123#]", row["response_text"]) and not row["truncated"]
         ), row
         # without an end of sequence
         assert TOKENIZER.decode(row["response_ids"]) == row["response_text"]
@@ -264,7 +265,7 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
     (tmp_path / "mine.py").write_text(
         "def f(prompt, response, answer):\n"
         "    length, echo = len(response), prompt[:1] in response\n"
-        "    return {'score': length % 2, 'length': length, 'echo': echo}\n"
+        "    return {'score': length % 3, 'length': length, 'echo': echo}\n"
     )
     whole_run(f"--kl-coef 0.1 --reward {tmp_path}/mine.py:f")
     path = f"{tmp_path}/out/rollouts/step_2.jsonl"  # in step 1 the actor is its own reference
@@ -273,7 +274,7 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
         ids, said = row["prompt_ids"], row["response_text"]
         assert row["prompt_text"] == TOKENIZER.decode(ids) and row["fault"] == ""
         assert said == text_of_reply(row["response_ids"])
-        assert row["score"] == len(said) % 2
+        assert row["score"] == len(said) % 3
         assert row["parts"] == {"length": len(said), "echo": row["prompt_text"][0] in said}
     # the last one is an evaluation
     *_, metrics, _ = common.read_lines(tmp_path / "out/metrics.jsonl")
@@ -289,7 +290,7 @@ def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(backend, wh
         {"reward_key": "score"}, {}
     ))  # fmt: skip
     returns_A = common.monte_carlo(scores, 1.0)[scores.response_mask]
-    assert returns_A.unique().tolist() == [0.0, 1.0]
+    assert 1 < len(returns_A.unique()) and set(returns_A.tolist()) == {x["score"] for x in rows}
     assert shaped.token_level_rewards.tolist() == pytest.approx(
         [x for row in rows for x in [0.0] * len(row["prompt_ids"]) + row["rewards"]]
     )
@@ -378,6 +379,7 @@ def test_sigterm_interrupts_a_phase(
     done = []
     begun = lambda: any("reward/mean" in row for row in common.read_lines(out / "metrics.jsonl"))
 
+    @functools.wraps(work)
     def told(*args, **more):
         if begun():  # the second step
             done.append(1)

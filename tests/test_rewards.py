@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from helpers import SHARED, actions_of, random_batch, rows_of, spans_of
-from ppo_helpers import TOKENIZER, a_run, another_tokenizer, chat_tokenizer, ids_of, play
+from ppo_helpers import TOKENIZER, a_run, a_task, another_tokenizer, chat_tokenizer, ids_of, play
 from reference import gae_by_hand, kl_of
 
 import common
@@ -19,7 +19,7 @@ from ppo_loop import Prompt, Reply
 
 
 def test_addition_and_gsm8k_rewards():
-    assert [ppo_loop.addition_reward("1+2=", x, "3") for x in ("3", "4", "", "3 ", "03")] == [
+    assert [ppo_loop.addition_reward([x], "3") for x in ("3", "4", "", "3 ", "03")] == [
         1,
         0,
         0,
@@ -44,8 +44,36 @@ def test_addition_and_gsm8k_rewards():
         ("#### -7", ["#### -$7", "#### $-7"], ["#### 7"]),
         ("#### 0.5", ["#### .5"], ["#### 5"]),
     ):
-        assert all(ppo_loop.gsm8k_reward("", x, answer) == 1 for x in right), answer
-        assert all(ppo_loop.gsm8k_reward("", x, answer) == 0 for x in wrong), answer
+        assert all(ppo_loop.gsm8k_reward([x], answer) == 1 for x in right), answer
+        assert all(ppo_loop.gsm8k_reward([x], answer) == 0 for x in wrong), answer
+
+
+@pytest.mark.parametrize("name, turns, earned", [
+    ("gsm8k", ["", "#### 5", "no"], 0),
+    ("gsm8k", ["#### 5", "#### 4", "so it is"], 1),
+    ("gsm8k", ["#### 4", "#### 5", "#### 5"], 1),
+    ("gsm8k", ["#### 1", "go on", "2"], 0),
+    ("addition", ["4", "5"], 0),
+    ("addition", ["", "try again", "5"], 1),
+])  # fmt: skip
+def test_built_in_rewards_read_what_the_policy_wrote(name, turns, earned):
+    """The answer is 5, or #### 5; what stands at odd places has the environment said."""
+    reply = Reply(Prompt([1], answer={"gsm8k": "#### 5", "addition": "5"}[name]), 0, turns=turns)
+    reply.text = "".join(turns)
+    function = ppo_loop.load_function(name, "--reward", 1.0)
+    assert ppo_loop.ask_all(function, [reply]) == [(float(earned), "")]
+
+
+def test_a_drawn_pad_is_in_the_text():
+    """5, pad, 5 is not 55."""
+    tokenizer = common.char_tokenizer()
+    said = [*ids_of("5"), tokenizer.pad_token_id, *ids_of("5"), tokenizer.eos_token_id]
+    engine = types.SimpleNamespace(generate=lambda *_: [(said, [-1.0] * 4, True)])
+    reply = Reply(Prompt([9], answer="55"), 0)
+    task = a_task(tokenizer=tokenizer)
+    ppo_loop.roll_out(engine, task, [reply], a_run(max_response_length=4), 1.0)
+    assert reply.text == "5<pad>5" == reply.turns[0]
+    assert ppo_loop.addition_reward(reply.turns, "55") == 0
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"needs the development data in {SHARED}")
@@ -59,7 +87,7 @@ def test_gsm8k_agrees_with_its_authors():
         theirs = [(x["solution"], x["is_correct"]) for key, x in row.items() if key != "question"]
         for text, label in [(truth, True), *theirs]:
             text, answer = (x.replace("A:", "####") for x in (text, truth))
-            agrees.append(ppo_loop.gsm8k_reward("", text, answer) == label)
+            agrees.append(ppo_loop.gsm8k_reward([text], answer) == label)
     assert len(agrees) == 5 * 1319 and all(agrees)
 
 

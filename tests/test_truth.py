@@ -127,8 +127,11 @@ def by_hand(case, answer, turns, room, before):
     """(mean, variance) of the return from a place on."""
     told = []
     for p, whole, ends in futures(case, turns, room, before):
-        reward = getattr(rewards, case.reward, ppo_loop.addition_reward)
-        made = reward("", "".join(whole), answer, *([whole] if "turn" in case.reward else []))
+        if case.reward == "addition":
+            made = ppo_loop.addition_reward(whole, answer)
+        else:
+            more = [whole] if "turn" in case.reward else []
+            made = getattr(rewards, case.reward)("", "".join(whole), answer, *more)
         made = made[-len(ends) :] if isinstance(made, list) else [0.0] * (len(ends) - 1) + [made]
         earned = [case.gamma**n * (x + bonus) for x, (n, bonus) in zip(made, ends, strict=True)]
         told.append((p, math.fsum(earned)))

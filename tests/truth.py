@@ -370,11 +370,10 @@ class Maker:
         if reply.chat:  # it has two messages more for each turn
             new.chat = reply.chat[: len(reply.chat) - len(reply.turns) + 1 + 2 * state.turn]
 
-        # as in roll_out, texts have no padding of the policy and no ends of its turns
-        pad = self.task.tokenizer.pad_token_id
+        # as in roll_out, texts have no ends of the policy's turns
         for i, (token, log_prob) in enumerate(zip(ids, new.log_probs)):
             ends = i in new.ends and token in self.task.stop_ids
-            if log_prob is None or not (ends or token == pad):
+            if log_prob is None or not ends:
                 new.shown.append(token)
         return new
 

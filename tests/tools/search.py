@@ -47,7 +47,7 @@ class Search:
     beta: PositiveFloat = inf
 
 
-def no_reward(prompt, response, answer):
+def no_reward(turns, answer):
     """--reward none: any answer will do, and main does not ask for its reward."""
     return 1.0
 
