@@ -316,6 +316,18 @@ class Batch:
         return mean, max(squares / (weight or nan) - mean**2, 0.0) ** 0.5
 
 
+def check_range(batch, gamma, value_range):
+    """Says how many returns of all ranks' rows a head with this (LOW, HIGH) cannot reach (a
+    collective); None: it has no ends."""
+    if value_range:
+        returns_A = monte_carlo(batch, gamma)[batch.response_mask]
+        low, high = value_range
+        outside, n = add_up(int((returns_A != returns_A.clamp(low, high)).sum()), len(returns_A))
+        if outside:
+            words = f"are outside the value range, {low:g} to {high:g}, and no value gets there"
+            print0(f"note       {outside:,.0f} of {n:,.0f} returns {words}")
+
+
 def cumulative(lengths):
     """B lengths (list or tensor) -> (B+1,) int64 [0, l0, l0+l1, ...]."""
     return F.pad(torch.as_tensor(lengths).cumsum(0, dtype=torch.int64), (1, 0))  # also of none
@@ -1735,7 +1747,7 @@ def answers_of_pair(row):
 
     same = [x for x, y in itertools.takewhile(lambda xy: xy[0] == xy[1], zip(*chats))]
     asked = row.get("prompt") or row.get("messages") or []
-    if isinstance(asked, str):
+    if not isinstance(asked, list):
         asked = [{"role": "user", "content": asked}]
 
     # chats that do not begin with an answer are whole, but may lack the system's message
@@ -4380,14 +4392,15 @@ def write_scores(source, out_dir, rows, tokenizer, gamma, keys=None, convert=Non
     if RANK:
         return
     lines = (row for *_, row in raw_rows(source, "--score", convert, keys or {}))
-    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows))
+    replace_lines(f"{out_dir}/scored.jsonl", scored(lines, rows, keys or {}))
     write_report(out_dir, rows, "scored rows", tokenizer, gamma)
     print0(f"saved      {out_dir}: scored.jsonl, report.html")
 
 
-def scored(lines, rows):
+def scored(lines, rows, keys):
     """Yields JSON rows with what the critic says of them, one at a time, because values take more
-    memory as Python's floats. rows: what read_rows has made of them, with values."""
+    memory as Python's floats. rows: what read_rows has made of them with these keys, with
+    values."""
     # what each row is worth at its end
     last_B = torch.where(rows.actions > 0, rows.values[last_action(rows)], 0.0)
     ranks = ranks_in_prompts(rows, last_B)
@@ -4406,8 +4419,9 @@ def scored(lines, rows):
         if len(own) > 1:
             yield line | {"segment_values": [values_B[i][mask_B[i]].tolist() for i in own]}
             continue
-        acts = line.get("response_mask")
-        if acts and isinstance(line.get("response"), list):
+        read = in_our_keys(line, keys)
+        acts = read.get("response_mask")
+        if acts and isinstance(read.get("response"), list):
             yield line | {"step_values": values[mask].tolist()}
             continue
 

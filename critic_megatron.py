@@ -57,8 +57,12 @@ Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AggMode = Literal["token-mean", "token-sum", SeqMode]
 
+# of a mistake, pydantic says only what is wrong
+os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
+BRIEF = {"hide_input_in_errors": True}
 
-@pydantic.dataclasses.dataclass(frozen=True)
+
+@pydantic.dataclasses.dataclass(frozen=True, config=BRIEF)
 class Config:
     """The critic: its model, its layout over ranks, its batches and its optimizer."""
 
@@ -158,7 +162,7 @@ class Config:
             raise ValueError(f"{flag}: belongs to {mode}; set both or neither")
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=BRIEF)
 class Run:
     """Trains a value function on rollouts, evaluates it, saves checkpoints and an export."""
 
@@ -1169,12 +1173,16 @@ class CriticWorker:
     def start_at_mean(self, batch, gamma):
         """Before the first step, makes every value of a new head the mean return, if
         --value-head-init is auto or mean. A loop that does not call this starts at random values.
+        It also says if some returns are outside the value range.
 
         That is the mean over all ranks' actions (a collective). A batch without an action changes
         nothing, and takes no step, so the next batch decides."""
         self.check_ready()
         critic = self.critic
-        if critic.optimizer_steps or not critic.at_mean:
+        if critic.optimizer_steps:
+            return
+        common.check_range(batch, gamma, critic.value_range)
+        if not critic.at_mean:
             return
 
         # at the mean itself, the bias has no gradient, and rounding would decide in which direction

@@ -103,7 +103,7 @@ LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
 TOKENS_AT_ONCE = {"cpu": 512, "cuda": 16384}  # of prompts: fewer would not keep it busy
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=critic_fsdp.BRIEF)
 class ActorConfig(critic_fsdp.Config):
     """The policy, and the frozen reference, which is the same model before training. Its model,
     layout, batches and optimizer are chosen as those of a critic on FSDP."""
@@ -149,7 +149,7 @@ class ActorConfig(critic_fsdp.Config):
         """The rules of a critic are about flags that an actor does not have."""
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=critic_fsdp.BRIEF)
 class VLLMConfig:
     """The vLLM engine of --rollout vllm."""
 
@@ -161,7 +161,7 @@ class VLLMConfig:
     gpu_memory_utilization: Share = 0.5  # fraction of device memory that vLLM uses while awake
 
 
-@pydantic.dataclasses.dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=critic_fsdp.BRIEF)
 class Run:
     """Trains a policy with PPO, evaluates it, and saves checkpoints and Hugging Face folders."""
 

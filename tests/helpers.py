@@ -303,10 +303,13 @@ def refused(words, begin="", end="", kind=common.UserError):
 
 @contextlib.contextmanager
 def refused_in_a_box(capfd, *words):
-    """What is done within must end with status 2, and tyro's box must hold these words."""
+    """What is done within must end with status 2, and tyro's box must hold these words. Gives a
+    list that gets its text."""
+    told = []
     with pytest.raises(SystemExit) as stop:
-        yield
+        yield told
     said = in_one_line(capfd.readouterr().err)
+    told.append(said)
     assert stop.value.code == 2 and all(x in said for x in words), said
 
 

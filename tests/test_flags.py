@@ -113,11 +113,11 @@ def test_a_flag_that_cannot_be_read_is_named(flags, words, capfd):
     "--actor.clip-ratio-c 1", "--critic.lr 0", "--critic.ppo-mini-batch-size 0 --critic megatron",
 ])  # fmt: skip
 def test_a_number_out_of_range_is_named(flags, capfd):
-    """By its group, its field, its value and its range."""
-    flag, number, *_ = flags.split()
+    """By its group, its field and its range."""
+    flag, *_ = flags.split()
     group, _, name = flag.removeprefix("--").rpartition(".")
     field = f" {name.replace('-', '_')} Input should be "
-    with refused_in_a_box(capfd, group or "Run", field, f"input_value={float(number):g}"):
+    with refused_in_a_box(capfd, group or "Run", field):
         ppo_loop.parse(flags.split())
 
 
@@ -133,8 +133,9 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--critic.value-weights noise --top-p 0.5", "--critic.value-weights noise: with --top-p 0.5"),
 ])  # fmt: skip
 def test_flags_that_do_not_go_together_are_named(flags, words, capfd):
-    with refused_in_a_box(capfd, words):
+    with refused_in_a_box(capfd, words) as told:
         ppo_loop.parse(flags.split())
+    assert "input_value" not in told[0] and "http" not in told[0]  # pydantic's own words
 
 
 def test_ranks_of_an_actor_share_packed_rows_only():

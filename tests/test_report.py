@@ -543,6 +543,21 @@ def scored(folder, rows):
     return [json.loads(line) for line in (folder / "scored.jsonl").read_text().splitlines()]
 
 
+def test_what_was_read_says_how_many_values_a_row_gets(tmp_path, monkeypatch):
+    """A key that no one has asked for says nothing: here the text of a row is in another one."""
+    monkeypatch.setattr(common, "write_report", lambda *_: None)
+    row = {"prompt": "1+1=", "text": "12", "reward": 1.0}
+    row |= {"response_mask": [0, 1, 1], "response": ["a", "b", "c"], "completion_mask": [1]}
+    (file := tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    keys = {"response": "text"}
+    tokenizer = common.char_tokenizer()
+    rows = common.read_rows(str(file), tokenizer, keys=keys)
+    rows.values = torch.arange(7.0)
+    common.write_scores(str(file), str(tmp_path), rows, tokenizer, 1.0, keys)
+    [line] = common.read_lines(tmp_path / "scored.jsonl")
+    assert line["values"] == [4.0, 5.0, 6.0] and "step_values" not in line
+
+
 def test_ranks_within_a_prompt_equal_a_plain_loop(tmp_path, monkeypatch):
     """Equal values share a rank. NaN is last, and null in the file, as in the keys of the user."""
     monkeypatch.setattr(common, "write_report", lambda *_: None)

@@ -9,6 +9,9 @@ from helpers import ROOT, begin, ended, run, succeeded, torchrun, worker
 
 import common
 
+sys.path.append(str(ROOT / "tests" / "tools"))
+import serve
+
 SCRIPT = ROOT / "tests" / "tools" / "serve.py"
 HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
 GOOD = {"prompt": "1+1=", "response": "2", "reward": 1.0}
@@ -28,6 +31,8 @@ FAULTS = {  # lines that cannot be read -> how the answer begins
     "[]": "must be an object",
     '{"prompt': "is not JSON: ",
     json.dumps(GOOD | {"reward": "a"}): "reward: must be a valid number, not ",
+    json.dumps(GOOD | {"response_mask": 1}): "response_mask: must be a valid array, not 1",
+    f'{{"x": {"[" * 100_000}': "is not JSON: recursion limit exceeded",
     json.dumps(GOOD | {"response": "2" * 300}): "--ppo-max-token-len-per-gpu 250: ",
 }
 
@@ -77,6 +82,15 @@ def test_lines_that_come_one_by_one_get_the_values_of_a_file(critic, leaves, tmp
         process = ended(service)
     assert succeeded(process) == "" and "\nprecision " in process.stderr
     assert "rror" not in process.stderr
+
+
+def test_a_fault_of_our_own_is_an_answer_too(monkeypatch):
+    """What no reader has thought of must not end the service."""
+
+    def read(lines, flag):
+        raise TypeError("unhashable")
+
+    assert serve.answer(b"{}", None, read, None) == [{"error": "TypeError: unhashable"}]
 
 
 def test_lines_are_answered_by_one_rank_with_the_weights_of_a_folder(tmp_path):

@@ -30,6 +30,7 @@ from helpers import (
     random_batch,
     refused,
     refused_in_a_box,
+    rows_after,
     run,
     succeeded,
     torchrun,
@@ -214,7 +215,7 @@ HUGE = "9" * 30
 def test_numbers_have_an_upper_bound(script, flags, capfd):
     """The field is named by both critics, and with its group by the PPO loop."""
     name = flags.split()[0][2:].replace("-", "_")
-    with refused_in_a_box(capfd, f" {name}", "input_value="):
+    with refused_in_a_box(capfd, f" {name}", "Input should be "):
         tyro.cli(script.Run, args=flags.split())
 
     if hasattr(script.Config, name):
@@ -357,7 +358,7 @@ def test_the_users_own_text_is_left_as_it_is():
     (["--lr"], "Missing value for argument '--lr'"),
     (["--lr", "x"], "Error parsing --lr: no type matching {None}|FLOAT could be"),
     (["--lrr", "3"], "Unrecognized options: --lrr, 3"),
-    (["--ppo-max-token-len-per-gpu", "a\nb"], r"input_value='a\nb'"),
+    (["--ppo-max-token-len-per-gpu", "a\nb"], "String should match pattern '^auto"),
 ])  # fmt: skip
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_flag_that_cannot_be_read_is_named(script, args, words):
@@ -578,6 +579,22 @@ def test_a_head_starts_near_the_mean_as_the_returns_spread_measures_it(mean, spr
     [start] = critic.compute_values(batch)[batch.response_mask].unique().tolist()
     returns_A = torch.repeat_interleave(rewards_B, batch.actions).double()
     assert abs(start - float(returns_A.mean())) <= 0.1 * spread + 1e-6 * abs(mean)
+
+
+@pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
+@pytest.mark.parametrize("init", ["auto", "zero"])
+@pytest.mark.parametrize("low, high, outside", [(0.0, 0.3, 3), (-1.0, 9.0, 0), (0.3, 0.5, 2)])
+def test_returns_outside_the_value_range_are_told(low, high, outside, init, script, capfd):
+    """Before the first update. Returns are twice -0.1 in the first row, 0.4 and 0.3 in the other;
+    an end of the range is in it, also as float32."""
+    fields = {"value_head": "bounded", "value_range": (low, high), "value_head_init": init}
+    critic = worker(script=script, **fields)
+    batch = rows_after([3], [5], answer=2)
+    batch.token_level_rewards = torch.tensor([0.0, 0.0, -0.1, 0.0, 0.1, 0.3])
+    capfd.readouterr()
+    critic.start_at_mean(batch, 1.0)
+    words = f"note       {outside} of 4 returns are outside the value range, {low:g} to {high:g}"
+    assert capfd.readouterr().out.count(words) == (outside > 0)
 
 
 @pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])

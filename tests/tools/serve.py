@@ -63,9 +63,11 @@ def answer(line, worker, read, run):
         rows.values = worker.compute_values(rows)
         keys = {"response": run.response_key, "reward": run.reward_key}
         lines = [row for *_, row in common.raw_rows([line], "--score", run.rows, keys)]
-        return [*common.scored(lines, rows)]
+        return [*common.scored(lines, rows, keys)]
     except UserError as fault:
         return [{"error": str(fault).removeprefix("--score:1: ")}]
+    except Exception as fault:  # a line must not end the service for those behind it
+        return [{"error": f"{type(fault).__name__}: {fault}"}]
 
 
 def start():
