@@ -633,9 +633,11 @@ class DataParallelPPOCritic:
         self.flops = common.flops_model(skeleton, model_config)  # of a row of this many tokens
         self.passes = 2 + trained / count
 
-        # the model
+        # the model; blocks that it shares are not its own to compile
         steps = self.total_steps
-        self.compiled = compile_blocks(skeleton, config, model_config, layout.device, steps)
+        self.compiled = not layout.backbone and compile_blocks(
+            skeleton, config, model_config, layout.device, steps
+        )
         made = build_value_model(skeleton, config, model_config, layout)
         self.model, origin, self.at_mean = made  # whether the head starts at the mean return
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only

@@ -96,7 +96,7 @@ KL = Literal["k1", "k2", "k3", "abs"]  # see kl_penalty
 # flags about a critic's own base, see --share-base
 OF_A_BASE = (
     "override_config strategy fsdp_size offload_policy keep_gathered defer_grad_sync compile"
-    " gradient_checkpointing param_dtype use_remove_padding"
+    " gradient_checkpointing param_dtype use_remove_padding freeze_modules"
 )
 BACKBONE = r"^model\."  # what --critic.freeze-modules takes to train the head alone
 LOGITS_AT_ONCE = 2**25  # per chunk: 128 MiB in float32
@@ -284,13 +284,11 @@ class Run:
         if bool(self.actor.lora_rank) != bool(critic.lora_rank):
             words = "needs both --actor.lora-rank and --critic.lora-rank, or none"
             raise ValueError(f"--share-base: {words}")
-        names = OF_A_BASE.split()
-        if critic.lora_rank:  # else with_defaults freezes all but the head
-            names.append("freeze_modules")
-        for name in names:
+        probe = None if critic.lora_rank else BACKBONE  # what with_defaults freezes
+        for name in OF_A_BASE.split():
             x = getattr(critic, name)
             usual = getattr(type(critic), name)
-            if x not in (usual, getattr(self.actor, name, usual)):
+            if x not in (usual, getattr(self.actor, name, usual), probe):
                 flag = f"--critic.{name.replace('_', '-')} {x}"
                 raise ValueError(f"{flag}: is about a base of its own, so it excludes --share-base")
 

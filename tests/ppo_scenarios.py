@@ -459,6 +459,22 @@ def runs_with_a_family(folder, kind):
     assert max(row["rollout/log_prob_diff_max"] for row in steps) < 1e-5
 
 
+def recurrent_base(folder):
+    """A critic whose two ranks share a row reads recurrent layers of the actor as it does alone:
+    with adapters on one base, and as a probe."""
+    own = ("--actor.model", str(folder / "lfm2"), "--supervised-steps", "0", "--steps", "2")
+    own += ("--eval-every", "0", "--train-batch-size", "16", "--share-base")
+    own += ("--critic.value-head-init", "normal")
+    lora = ("--actor.lora-rank", "4", "--critic.lora-rank", "4")
+    for kind, flags in (("adapters", lora), ("probe", ())):
+        outs = {ranks: folder / f"recurrent {kind}, {ranks}" for ranks in (1, 2)}
+        ranks = common.WORLD_SIZE
+        more = ("--critic.ulysses-size", str(ranks), "--out-dir", str(outs[ranks]))
+        ppo_loop.main(ppo_loop.parse([*own, *flags, *more]))
+        if common.RANK == 0 and ranks == 2:
+            assert_close_runs([outs[2]], outs[1])
+
+
 EPISODES = ("contexts", "chats")
 # of earlier turns it shows the last letter alone, so a turn of more letters is a new segment
 TELLS_LESS = """{% for m in messages %}<{{ m.role[0] }}>
@@ -703,6 +719,8 @@ LAUNCHES = [
       for n in (2, 4)),
     ("families", 1, make_families, (), ()),
     *((f"a run of {kind}", 2, runs_with_a_family, (kind,), ("families",)) for kind in FAMILIES),
+    ("recurrent base on 1", 1, recurrent_base, (), ("families",)),
+    ("recurrent base on 2", 2, recurrent_base, (), ("families", "recurrent base on 1")),
     ("functions of a file", 2, functions_of_a_file, (), ("start",)),
     *((f"episodes, {kind} on 1", 1, episodes, (kind,), ("start",)) for kind in EPISODES),
     *((f"episodes, {kind} on 2", 2, episodes, (kind,), ("start", f"episodes, {kind} on 1"))

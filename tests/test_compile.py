@@ -113,6 +113,18 @@ def test_auto_compiles_where_it_pays(changes, device, steps, compiles, monkeypat
     assert found == compiles == ("forward" in vars(blocks[0]))
 
 
+def test_a_critic_on_the_actors_base_does_not_compile_it(monkeypatch):
+    """Blocks of its own are thrown away, so nothing is to be said of them."""
+    actor = worker()
+    monkeypatch.setattr(critic_fsdp, "compile_blocks", None)  # from here on it fails
+    embedding = actor.critic.model.model.get_input_embeddings()
+    embedding.register_forward_pre_hook(lambda *_: actor.critic.model.unshard())  # as the actor's
+    guest = critic_fsdp.CriticWorker(critic_fsdp.Config(freeze_modules=r"^model\."))
+    guest.layout = guest.layout._replace(backbone=actor.critic.model.model)
+    guest.init_model()
+    assert not guest.critic.compiled
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [{"gradient_checkpointing": True, "lora_rank": 4}, {"strategy": "fsdp1"}]

@@ -121,6 +121,10 @@ def test_a_number_out_of_range_is_named(flags, capfd):
         ppo_loop.parse(flags.split())
 
 
+BASE = "--share-base --critic.model actor"
+LORA = "--actor.lora-rank 2 --critic.lora-rank 2"
+
+
 @pytest.mark.parametrize("flags, words", [
     ("--critic.value-head bounded --critic.value-range 2 1", "--critic.value-range 2.0 1.0: LOW"),
     ("--critic.ppo-max-token-len-per-gpu auto", "auto: leaves the actor no memory"),
@@ -128,6 +132,8 @@ def test_a_number_out_of_range_is_named(flags, capfd):
     ("--eval-prompts x.jsonl", "--eval-prompts x.jsonl: needs --prompts"),
     ("--reward gsm8k --reward-model rm", "--reward gsm8k: excludes --reward-model rm"),
     ("--target-kl 0.1", "--target-kl 0.1: adapts --kl-coef"),
+    (f"{BASE} --critic.freeze-modules embed", "--critic.freeze-modules embed: is about a base"),
+    (f"{BASE} {LORA} --critic.freeze-modules ^model", "--critic.freeze-modules ^model: is about a"),
     ("--old-log-probs engine --top-p 0.9", "--old-log-probs engine: with --top-p 0.9"),
     ("--whiten noise --top-p 0.9", "--whiten noise: with --top-p 0.9"),
     ("--critic.value-weights noise --top-p 0.5", "--critic.value-weights noise: with --top-p 0.5"),
