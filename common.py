@@ -766,13 +766,14 @@ def evaluate(rows, gamma):
     reward_B = torch.zeros(len(rows)).index_add(0, rows.row_of_token, rows.token_level_rewards)
     last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
 
-    best, mean, oracle = best_of_n(rows, last_B, reward_B)
+    prompts, best, mean, oracle = best_of_n(rows, last_B, reward_B)
     true = {} if rows.truth is None else against_truth(rows, gamma)
     return true | {
         "eval/explained_var": explained_variance(v_A, r_A),
         "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
         "eval/constant_loss": 0.5 * r_A.var(correction=0),
         "eval/auc": auc(last_B[acted_B], reward_B[acted_B]),
+        "eval/prompts_of_n": prompts,
         "eval/best_of_n": best,
         "eval/mean_of_n": mean,
         "eval/oracle_of_n": oracle,
@@ -818,17 +819,19 @@ def against_truth(rows, gamma):
 
 
 def best_of_n(rows, last_B, reward_B):
-    """Over prompts with several rows, the means of (the reward of the row with the highest last
-    value, the mean reward, the highest reward); NaN unless there are two such prompts."""
+    """Over prompts with several rows, (how many these are, the means of the reward of the row with
+    the highest last value, of the mean reward, and of the highest one); means are NaN unless there
+    are two such prompts. Rows with one last value have the same chance to be chosen."""
     of_prompts = []
     for same in by_prompt(describe(rows)):
         if len(same) > 1:
             reward_N = reward_B[same]
-            best = reward_N[last_B[same].argmax()]
+            last_N = last_B[same]
+            best = reward_N[last_N == last_N.max()].mean()
             of_prompts.append((best, reward_N.mean(), reward_N.max()))
     if len(of_prompts) < 2:  # a single choice says nothing
-        return nan, nan, nan
-    return torch.tensor(of_prompts).mean(0)
+        return len(of_prompts), nan, nan, nan
+    return len(of_prompts), *torch.tensor(of_prompts).mean(0)
 
 
 # ---- Where a row goes: all ranks know of it, and only those that compute it get it ---------------
@@ -2998,7 +3001,8 @@ class Logger:
             print0(
                 f"  best of n {number(m['eval/best_of_n'], '.3f')},"
                 f" mean {number(m['eval/mean_of_n'], '.3f')},"
-                f" oracle {number(m['eval/oracle_of_n'], '.3f')}"
+                f" oracle {number(m['eval/oracle_of_n'], '.3f')},"
+                f" of {m['eval/prompts_of_n']:,} prompts"
             )
         if "eval/knowable" in m:
             print0(
@@ -3801,7 +3805,8 @@ def init_value_head(score, config, model_config):
 
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
-    return f"value head new, normal(0, {std:.3f})", start == "auto"
+    later = ", then at the mean" if start == "auto" else ""
+    return f"value head new, normal(0, {std:.3f}){later}", start == "auto"
 
 
 def load_value_head(score, config, value_range):
@@ -4591,13 +4596,16 @@ underlined token: the value is far from the next one, or at the end from the rew
 ways in which the policy goes on from there. Both rows should agree. Where values keep one colour
 while the bars change, the critic is flat: it follows the prompt, but not the answer.</p>
 {% else %}
-<p>A good critic ends near the reward, and changes its mind where the answer turns right or wrong.
-Look for values that jump where nothing is decided, or stay the same whatever is written.</p>
+<p>A good critic ends near what the last action earns, and changes its mind where the answer turns
+right or wrong. Look for values that jump where nothing is decided, or stay the same whatever is
+written.</p>
 {% endif %}
 {% for title, some in sections if some %}
 <h3>{{ title }}</h3>
 {% for row in some %}
-<article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}, reward {{ coloured(row.reward) }}
+<article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }},
+{%- if row.left %} return {{ "{:z.3g} → {:z.3g}".format(*row.left) }}, {% endif %}
+reward {{ coloured(row.reward) }}
 <div class="text"><span class="quiet">{{ row.before }}</span>
 {%- for token in row.tokens -%}
 <span tabindex="0" class="{{ token.kind }}" style="background-color:{{ token.colour }}
@@ -4772,6 +4780,7 @@ def row_to_show(row, decode, ends):
     the largest TD error have a colour, and "…" stands for what is far away. ends: of colours."""
     ids = row.input_ids.tolist()
     value_A = row.values[row.response_mask].tolist()
+    returns_A = row.returns[row.response_mask].tolist()
     worst = int(row.advantages.abs().argmax())
     start = max(int(row.response_mask.int().argmax()), worst - MOST_SHOWN // 2)
     end = start + MOST_SHOWN
@@ -4797,9 +4806,13 @@ def row_to_show(row, decode, ends):
             token["kind"] += " true"
         tokens.append(token)
 
+    # of several rewards, or a discounted one, what is left at the first and the last action
+    reward = float(row.token_level_rewards.sum())
+    left = [returns_A[0], returns_A[-1]]
     return {
         "ends": (value_A[0], value_A[-1]),
-        "reward": float(row.token_level_rewards.sum()),
+        "left": None if left == [reward, reward] else left,
+        "reward": reward,
         "before": before,
         "tokens": tokens,
         "rest": "…" if end < len(ids) else "",

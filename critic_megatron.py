@@ -1595,13 +1595,19 @@ def learn(run, worker, train, held_out, size, checkpoints):
         raise UserError(f"--steps {run.steps}: {words}")
     logger = common.Logger(run.out_dir, asdict(run), first_step, checkpoints.folder, run.logger)
     groups = train.groups()
-    picked = []  # those of the last update, each a list of rows
+    picked = []  # those of an update, each a list of rows
     batch = None  # those of them that this rank has
     checkpoints.begin()
 
     for step in logger.profiled(range(first_step, run.steps + 1), run.profile_step):
         signal_number = max(of_all_ranks(common.Stop.signal))  # one of SIGNALS, or 0
         ends = step == run.steps or signal_number > 0
+
+        # the rows of the next update; before the first one, a new head starts at their mean return
+        if not ends:
+            picked = common.rows_of_step(step, groups, size, run.critic.seed)
+            batch = train.select(list(itertools.chain(*picked[RANK::WORLD_SIZE])))
+            worker.start_at_mean(batch, run.gamma)
 
         # evaluate
         evaluates = step == run.steps or step % (run.eval_every or run.steps) == 0
@@ -1622,9 +1628,6 @@ def learn(run, worker, train, held_out, size, checkpoints):
             break
 
         # one update
-        picked = common.rows_of_step(step, groups, size, run.critic.seed)
-        batch = train.select(list(itertools.chain(*picked[RANK::WORLD_SIZE])))
-        worker.start_at_mean(batch, run.gamma)
         before = needs_values(run, len(picked))
         batch.values = worker.compute_values(batch) if before else None
         common.add_returns(batch, run.gamma, run.lam, run.bootstrap_truncated)

@@ -3,8 +3,8 @@
 python tests/picture.py out/critic_fsdp/hf .github/assets/answers.svg
 
 It shows the first held-out sum of the toy with a carry and the first one without, of those with a
-right and a wrong answer. Colours and numbers are what the critic expects once it has read that
-token, which is its value of the next action; bars are true values.
+right and a wrong answer. Colours and numbers are what the critic expects just before a token, as in
+a report; bars are true values.
 """
 
 import collections
@@ -17,6 +17,7 @@ import tempfile
 from helpers import ROOT, common
 
 PROMPT, CELL, ROW, TOP = 96, 64, 66, 30  # widths, heights
+END = "end"  # what an answer ends with
 STYLE = f"""<style>
 text {{ font: 19px ui-monospace, monospace; text-anchor: middle; fill: #1f2328 }}
 .small {{ font: 13px system-ui, sans-serif }}
@@ -67,24 +68,26 @@ def drawn(rows):
     out = []
     for i, row in enumerate(rows):
         y = TOP + i * ROW
-        tokens = [row["prompt"], *row["response"]]
-        x = 4
-        for k, (token, value, true) in enumerate(zip(tokens, row["values"], row["truth"])):
-            width = CELL if k else PROMPT
-            out += [box(x, y, width - 2, 44, value), box(x, y + 46, width - 2, 7, true)]
-            out += [text(x + width / 2, y + 20, token)]
-            out += [text(x + width / 2, y + 38, f"{value:z.2f}", "small")]
-            x += width
+        out += [text(PROMPT / 2, y + 28, row["prompt"])]
+        tokens = [*row["response"], END]
+        x = 4 + PROMPT
+        for token, value, true in zip(tokens, row["values"], row["truth"], strict=True):
+            out += [box(x, y, CELL - 2, 44, value), box(x, y + 46, CELL - 2, 7, true)]
+            out += [text(x + CELL / 2, y + 20, token, "small" if token == END else "")]
+            out += [text(x + CELL / 2, y + 38, f"{value:z.2f}", "small")]
+            x += CELL
         verdict = "right: 1 point" if row["reward"] else "wrong: 0 points"
-        out += [text(PROMPT + 3 * CELL + 64, y + 28, verdict, "small")]
+        out += [text(PROMPT + 4 * CELL + 64, y + 28, verdict, "small")]
 
-    width = PROMPT + 3 * CELL + 124
+    width = PROMPT + 4 * CELL + 124
     height = TOP + len(rows) * ROW
-    said = "Two sums with a right and a wrong answer. What the critic expects falls at the first "
-    said += "wrong digit, and rises at the first right one."
+    said = (
+        "Two sums with a right and a wrong answer. What the critic expects falls after the first "
+    )
+    said += "first wrong digit, and rises after the first right one."
     size = f'width="{round(1.5 * width)}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<title>{said}</title>'
-    title = text(width / 2, 18, "expected points after each token; bars: the truth", "small")
+    title = text(width / 2, 18, "expected points before each token; bars: the truth", "small")
     return "\n".join([head, STYLE, title, *out, "</svg>"]) + "\n"
 
 

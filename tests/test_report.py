@@ -18,7 +18,16 @@ import tokenizers
 import torch
 import transformers
 from browser import needs_browser, set_form
-from helpers import ROOT, actions_of, peak_bytes, random_batch, rows_of, succeeded, torchrun
+from helpers import (
+    ROOT,
+    actions_of,
+    peak_bytes,
+    random_batch,
+    rows_after,
+    rows_of,
+    succeeded,
+    torchrun,
+)
 from matplotlib.figure import Figure
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -514,7 +523,7 @@ def test_a_page_speaks_of_true_values_only_if_there_are_any(known, tmp_path):
     text, numbers = write(tmp_path, rows)
     words = ("The bar below a token", "border-color:", ", true value 0.")
     assert [word in text for word in words] == [known] * 3
-    assert ("A good critic ends near the reward" in text) != known
+    assert ("A good critic ends near what the last" in text) != known
     assert ("flatness" in numbers) == known
 
 
@@ -532,6 +541,34 @@ def test_a_cut_through_a_character_shows_no_part_of_it():
         assert "�" not in before + text
         assert before[1:] + text in whole
         assert min(len(before), len(text)) > 1000
+
+
+@pytest.mark.parametrize("rewards, gamma, said", [
+    ([0.5, 0.0, 1.0], 1.0, "return 1.5 → 1, reward"),
+    ([0.0, 0.0, 1.0], 1.0, "value 0.25 → 0.75, reward"),
+    ([0.0, 0.0, 1.0], 0.5, "return 0.25 → 1, reward"),
+    ([0.5, 0.5, 0.5], 0.0, "return 0.5 → 0.5, reward"),
+])  # fmt: skip
+def test_of_several_rewards_a_row_says_what_is_left(rewards, gamma, said, tmp_path):
+    """Next to its values, at the first and the last action."""
+    row = common.Batch.blank(4)
+    row.token_level_rewards[1:] = torch.tensor(rewards)
+    row.values[1:] = torch.tensor([0.25, 0.5, 0.75])
+    text, _ = write(tmp_path, row, gamma=gamma)
+    shown = re.sub(r"\s+", " ", re.search("<article>(.*?)<", text, flags=re.DOTALL)[1])
+    assert said in shown and ("return" in shown) == ("return" in said)
+
+
+def test_rows_that_tie_count_alike_and_it_is_said_of_how_many_prompts():
+    """Whichever comes first. Of three prompts with two answers, the first has equal last values."""
+    rows = rows_after([3], [3], [4], [4], [5], [5], [6], answer=1)
+    last = common.last_action(rows)
+    rows.values[last] = torch.tensor([0.5, 0.5, 0.9, 0.1, 0.2, 0.3, 0.0])
+    rows.token_level_rewards[last] = torch.tensor([1.0, 0.0, 1.0, 0.0, 1.0, 0.0, 1.0])
+    for order in ([0, 1, 2, 3, 4, 5, 6], [1, 0, 3, 2, 5, 4, 6]):
+        m = common.evaluate(rows.select(order), 1.0)
+        assert float(m["eval/best_of_n"]) == pytest.approx((0.5 + 1 + 0) / 3)
+        assert m["eval/prompts_of_n"] == 3
 
 
 def scored(folder, rows):
