@@ -74,7 +74,7 @@ def test_three_steps_equal_verl(strategy, packed, tmp_path):
 
 # ---- Checkpoints of every kind, packing ----------------------------------------------------------
 
-NEW = "new, normal(0, 0.124)"
+NEW = "new, normal(0, 0.124), then at the mean"
 STORIES = {  # kind of checkpoint -> source of the value head
     **dict.fromkeys(("LM", "tied LM", "LM in bfloat16"), NEW),
     "token classification": "from its score.weight",
