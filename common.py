@@ -77,6 +77,7 @@ import torch.nn.functional as F
 import transformers
 from huggingface_hub import logging as hub_logging
 from huggingface_hub import snapshot_download
+from huggingface_hub.utils import WeakFileLock
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from pydantic_core import from_json, to_jsonable_python
 from torch.distributed import fsdp
@@ -86,6 +87,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_
 from torch.nn.attention.varlen import varlen_attn
 from tqdm import tqdm
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerFast
+from transformers.dynamic_module_utils import HF_MODULES_CACHE, get_class_from_dynamic_module
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import load_state_dict
 from transformers.models.auto.tokenization_auto import get_tokenizer_config
@@ -3547,7 +3549,39 @@ def stored_config(config):
         return tokenizer, tiny_config(model, len(tokenizer or char_tokenizer(model)))
     refuse_adapter(config)
     fields = config_of(model)
+    if "auto_map" in fields:
+        fields["model_type"] = own_code(model, config.prefix, config.trust_remote_code)
     return load_tokenizer(config), fields
+
+
+@functools.cache
+def own_code(model, prefix, trusted):
+    """Registers the classes that come with a model, in files of Python that its config's auto_map
+    names, if --trust-remote-code says so -> its model_type. UserError: it needs them, and may not
+    run them."""
+    fields = config_of(model)
+    kind = fields.get("model_type")
+    flag = f"{prefix}trust-remote-code"
+    if not trusted:
+        if kind not in transformers.CONFIG_MAPPING:
+            words = f"comes with code of its own; read it, then {flag} runs it"
+            raise UserError(f"{prefix}model {model}: {words}")
+        return kind
+
+    classes = {}
+    with WeakFileLock(f"{HF_MODULES_CACHE}.lock"):  # all ranks copy the files to one place
+        for name, place in fields["auto_map"].items():
+            if name == "AutoConfig" or name.startswith("AutoModel"):
+                classes[name] = get_class_from_dynamic_module(place, model)
+                classes[name].register_for_auto_class(name)  # exports have the files, too
+    print0(f"code       {flag}: {model} runs {', '.join(classes)}")
+
+    # transformers finds them like its own
+    made = classes.pop("AutoConfig", None) or transformers.CONFIG_MAPPING[kind]
+    AutoConfig.register(made.model_type, made, exist_ok=True)
+    for name, cls in classes.items():
+        getattr(transformers, name).register(made, cls, exist_ok=True)
+    return made.model_type
 
 
 def config_of(model):
@@ -3593,11 +3627,13 @@ def load_tokenizer(config):
         guard = blame(f"{flag}: that of {name} does not load; mend it or give another")
     tokenizer = None
     with guard:
-        tokenizer = reader.from_pretrained(name)
+        tokenizer = reader.from_pretrained(name, trust_remote_code=config.trust_remote_code)
 
     # transformers makes up a tokenizer where there is none
     if tokenizer is None or len(tokenizer) <= len(tokenizer.all_special_ids):
-        print0(f"tokenizer  none in {name}, so rows must be token ids")
+        own = "auto_map" in get_tokenizer_config(name) and not config.trust_remote_code
+        words = f" without {config.prefix}trust-remote-code" if own else ""
+        print0(f"tokenizer  none in {name}{words}, so rows must be token ids")
         return None
 
     # of BOS its config may say something else than tokenizer.json; then the config counts

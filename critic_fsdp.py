@@ -74,6 +74,7 @@ class Config:
     model: Text = "tiny-qwen2"
     tokenizer: Text | None = None  # Hugging Face folder or hub name (None: the model's own)
     override_config: Text = "{}"  # JSON for the model's config, e.g. '{"num_hidden_layers": 4}'
+    trust_remote_code: bool = False  # run the code that comes with the model or its tokenizer
     value_head: Literal["scalar", "bounded"] = "scalar"  # any number, or one within --value-range
     # how the value head starts (mean: at the mean return; auto: from the checkpoint, else mean)
     value_head_init: Literal["auto", "checkpoint", "normal", "zero", "mean"] = "auto"

@@ -715,6 +715,7 @@ def with_defaults(run):
     critic = replace(run.critic, lr=run.critic.lr or (1e-3 if addition else None))
     if critic.model == "actor":
         critic = replace(critic, model=actor.model, tokenizer=critic.tokenizer or actor.tokenizer)
+        critic = replace(critic, trust_remote_code=actor.trust_remote_code)
         if critic.override_config == "{}":
             critic = replace(critic, override_config=actor.override_config)
     if run.share_base:
@@ -2733,6 +2734,7 @@ class VLLMRollout:
             load_format="dummy",  # the first sync brings the weights
             generation_config="vllm",  # not the model's own sampling defaults
             dtype=self.dtype,
+            trust_remote_code=self.run.actor.trust_remote_code,
             max_model_len=self.task.longest,
             max_num_seqs=self.run.rollout_batch_size,
             gpu_memory_utilization=self.run.vllm.gpu_memory_utilization,

@@ -1,15 +1,17 @@
 """Folders as others save them: trained value heads, adapters, damaged files and other kinds."""
 
+import copy
 import itertools
 import json
 import shutil
+import sys
 
 import peft
 import pytest
 import torch
 import torch.nn as nn
 import transformers
-from helpers import refused, worker
+from helpers import random_batch, refused, worker
 from huggingface_hub.utils import filter_repo_objects
 from safetensors.torch import load_file, save_file
 from torch.testing import assert_close
@@ -640,3 +642,123 @@ def test_a_tokenizer_that_is_there_but_does_not_load_is_named(flag, base, tmp_pa
     begin = f"--tokenizer: that of {tmp_path} does not load"
     with refused("; mend it or give another (", begin):
         common.load_config(critic_fsdp.Config(**{flag: str(tmp_path)}))
+
+
+# ---- Models whose code comes with them -----------------------------------------------------------
+
+CODE = {
+    "configuration_own.py": """
+from transformers import Qwen2Config
+
+
+class OwnConfig(Qwen2Config):
+    model_type = "own"
+""",
+    "modeling_own.py": """
+from transformers import Qwen2ForCausalLM, Qwen2Model
+
+from .configuration_own import OwnConfig
+
+
+class OwnModel(Qwen2Model):
+    config_class = OwnConfig
+
+    def forward(self, *args, **options):
+        out = super().forward(*args, **options)
+        out.last_hidden_state = 2 * out.last_hidden_state
+        return out
+
+
+class OwnForCausalLM(Qwen2ForCausalLM):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = OwnModel(config)
+        self.post_init()
+""",
+}
+
+
+def save_own(folder, base, monkeypatch, model_config=CONFIG):
+    """A Qwen2 whose hidden states are twice as large, by code that lies next to its weights."""
+    modules = folder / "modules"  # transformers copies the code there
+    for owner in (common, transformers.dynamic_module_utils):
+        monkeypatch.setattr(owner, "HF_MODULES_CACHE", str(modules))
+    monkeypatch.setattr(sys, "path", sys.path.copy())
+    for name in [name for name in sys.modules if name.startswith("transformers_modules")]:
+        monkeypatch.delitem(sys.modules, name)
+    common.own_code.cache_clear()
+
+    for name in ("plain", "own"):
+        model_config.save_pretrained(folder / name)
+        save_file(base, folder / name / "model.safetensors", metadata={"format": "pt"})
+    for name, text in CODE.items():
+        (folder / "own" / name).write_text(text)
+    config = json.loads((folder / "own/config.json").read_text()) | {"model_type": "own"}
+    places = {"AutoConfig": "configuration_own.OwnConfig", "AutoModel": "modeling_own.OwnModel"}
+    places["AutoModelForCausalLM"] = "modeling_own.OwnForCausalLM"
+    (folder / "own/config.json").write_text(json.dumps(config | {"auto_map": places}))
+    return str(folder / "own")
+
+
+def test_code_that_comes_with_a_model_runs_only_if_asked(base, tmp_path, monkeypatch, capfd):
+    """Values are those of transformers' class with what the code does; one line says that it runs,
+    and an export brings it along."""
+    own = save_own(tmp_path, base, monkeypatch)
+    for prefix, parse in (
+        ("--", lambda: critic_fsdp.CriticWorker(critic_fsdp.Config(model=own))),
+        ("--", lambda: critic_megatron.CriticWorker(critic_megatron.Config(model=own))),
+        ("--actor.", lambda: ppo_loop.set_up(ppo_loop.parse(["--actor.model", own]))),
+        ("--critic.", lambda: ppo_loop.set_up(ppo_loop.parse(["--critic.model", own]))),
+    ):
+        with refused(f"then {prefix}trust-remote-code runs it", begin=f"{prefix}model {own}: "):
+            parse()
+
+    capfd.readouterr()
+    worker = critic_fsdp.CriticWorker(critic_fsdp.Config(model=own, trust_remote_code=True))
+    said = f"code       --trust-remote-code: {own} runs AutoConfig, AutoModel, AutoModelForCausalLM"
+    assert capfd.readouterr().out.count(said) == 1
+    worker.init_model()
+    batch = random_batch(4, vocab_size=60, idle=False)
+    values = worker.compute_values(batch)
+
+    plain = critic_fsdp.CriticWorker(critic_fsdp.Config(model=str(tmp_path / "plain")))
+    plain.init_model()
+    head = plain.critic.model.score
+    with torch.no_grad():
+        head.weight.mul_(2)
+    expected = plain.compute_values(batch)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-6)
+    assert expected.abs().max() > 0.1
+
+    worker.export_hf(tmp_path / "hf")
+    assert CODE.keys() <= {path.name for path in (tmp_path / "hf").iterdir()}
+    fields = {"model": str(tmp_path / "hf"), "trust_remote_code": True}
+    again = critic_fsdp.CriticWorker(critic_fsdp.Config(**fields))
+    again.init_model()
+    assert torch.equal(again.compute_values(batch), values)
+
+
+@pytest.mark.slow
+def test_an_actor_and_a_reward_model_bring_their_code(tmp_path, monkeypatch):
+    """PPO with both, and with a critic that starts as the actor; rollout and actor agree."""
+    tokenizer = common.char_tokenizer()
+    model_config = copy.deepcopy(CONFIG)
+    model_config.vocab_size = len(tokenizer)
+    base = transformers.AutoModelForCausalLM.from_config(model_config).state_dict()
+    own = save_own(tmp_path, base, monkeypatch, model_config)
+    tokenizer.save_pretrained(own)
+    judge = critic_fsdp.CriticWorker(critic_fsdp.Config(model=own, trust_remote_code=True))
+    judge.init_model()
+    judge.export_hf(tmp_path / "judge")
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1="}\n{"prompt": "2+2="}\n')
+    words = f"--actor.model {own} --actor.trust-remote-code --steps 1"
+    words += f" --prompts {tmp_path}/rows.jsonl --reward-model {tmp_path}/judge"
+    words += f" --out-dir {tmp_path}/out"
+    words += " --max-response-length 6 --train-batch-size 2"
+    ppo_loop.main(ppo_loop.parse(words.split()))
+    [step] = [x for x in common.read_lines(tmp_path / "out/metrics.jsonl") if "reward/mean" in x]
+    assert step["rollout/log_prob_diff_max"] < 1e-5
+    for name in ("hf", "critic_hf"):
+        assert CODE.keys() <= {path.name for path in (tmp_path / "out" / name).iterdir()}
