@@ -597,6 +597,59 @@ def workers(script, short):
     return 1, "no process left within 5 s; the same end"
 
 
+REWARDS = f"{ROOT}/tests/rewards.py"
+
+
+def judge_down(script, short):
+    """A judge that goes down: the run saves its state and ends in one line; when the judge is back,
+    --resume auto goes on."""
+    out = folder() / f"{script}.judge_down"
+    os.environ["JUDGE"] = str(folder() / "down")
+    flags = ("--reward", f"{REWARDS}:judge_that_goes_down", "--resume", "auto")
+    job = Job(script, out, *flags, "--save-every", 0, slow=0.02)
+    until(lambda: len(updates_of(out)) >= 3, "a step")
+    pathlib.Path(os.environ["JUDGE"]).touch()
+    job.ends_with("--reward.*all .* rows failed: .*ConnectionError: the judge is down")
+    (saved,) = steps_of(out)
+    Job(script, out, *flags).ends_with("the judge is down")
+    assert steps_of(out) == [saved] and saved >= 3, steps_of(out)
+    os.remove(os.environ["JUDGE"])
+    Job(script, out, *flags).succeeds()
+    assert_same_end(out, script, absent=range(1, saved))
+    return 2, f"one line, exit 2, saved after step {saved}; the same end"
+
+
+def judge_worse(script, short):
+    """A judge that fails for a growing share of rows: they are left out and counted. No mean and no
+    update has them."""
+    out = folder() / f"{script}.judge_worse"
+    os.environ["JUDGE"] = str(folder() / "calls")
+    flags = ("--reward", f"{REWARDS}:judge_that_fails_more_and_more", "--eval-every", 0)
+    said = Job(script, out, *flags, "--kl-coef", 0, "--target-kl", "None").succeeds()
+    shares = []
+    steps = [row for row in rows_of(out / "metrics.jsonl") if "reward/mean" in row]
+    for step, row in enumerate(steps, 1):
+        rated = rows_of(out / "rollouts" / f"step_{step}.jsonl")
+        good = [x["score"] for x in rated if not x["fault"]]
+        failed = len(rated) - len(good)
+        shares.append(failed / len(rated))
+        assert row["reward/errors"] == failed and f"failed {failed}" in said or not failed, row
+        assert math.isclose(row["reward/mean"], sum(good) / len(good), abs_tol=1e-6), row
+        for x in rated:
+            assert not x["fault"] or not any(x["response_mask"]), x
+    assert len(steps) == STEPS and sum(shares[4:]) > sum(shares[:4]), shares
+    return len(shares), f"from {shares[0]:.0%} to {shares[-1]:.0%} of the rows: none learned from"
+
+
+def bad_logger(script, short):
+    """A logger of the user that raises: a line says so, and the run goes on."""
+    out = folder() / f"{script}.bad_logger"
+    said = Job(script, out, "--logger", f"{REWARDS}:log_that_raises").succeeds()
+    assert "--logger   failed: ConnectionError('no service')" in said, said
+    assert_same_end(out, script)
+    return 1, "one line; the same end"
+
+
 def diverges(script, short):
     """An actor whose log-probs are not finite after an update: a one-line error, and the last
     checkpoint, the only one with --keep 1, is from an earlier step."""
@@ -975,6 +1028,7 @@ FAULTS = {  # fault -> scripts to try it on; with --short only the first
     kills: SCRIPTS, background: SCRIPTS, logger: ("ppo_loop", "critic_fsdp"), damage: SCRIPTS,
     foreign: SCRIPTS, apart: SCRIPTS, full: SCRIPTS, memory: ("critic_fsdp", "critic_megatron"),
     sigterm: SCRIPTS, ctrl_c: SCRIPTS, phases: ("ppo_loop",), workers: ("ppo_loop",),
+    judge_down: ("ppo_loop",), judge_worse: ("ppo_loop",), bad_logger: SCRIPTS,
     diverges: ("ppo_loop",),
     two_runs: SCRIPTS, forking: ("ppo_loop",), odd_rewards: ("ppo_loop",),
     reference: ("ppo_loop",), torchrun: ("critic_fsdp",), storm: SCRIPTS, rows: ("critic_fsdp",),

@@ -128,6 +128,29 @@ def remembered(turns, answer):
     return float(turns[2:] == [answer])
 
 
+def judge_that_goes_down(prompt, response, answer):
+    """right_digits, until the file JUDGE is there."""
+    if os.path.exists(os.environ["JUDGE"]):
+        raise ConnectionError("the judge is down")
+    return right_digits(prompt, response, answer)
+
+
+def judge_that_fails_more_and_more(prompt, response, answer):
+    """right_digits, but after n calls it fails on n % of the answers; the file JUDGE counts."""
+    with open(os.environ["JUDGE"], "ab") as file:
+        file.write(b"x")
+        n = file.tell()
+    if zlib.crc32(f"{prompt}{response}{n}".encode()) % 100 < n:
+        raise ConnectionError("the judge is busy")
+    return right_digits(prompt, response, answer)
+
+
+def log_that_raises(row):
+    """A logger of a service that is gone after a while."""
+    if row["step"] > 2:
+        raise ConnectionError("no service")
+
+
 def spins(prompt, response, answer):
     """Never returns."""
     while True:
