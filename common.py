@@ -4632,16 +4632,14 @@ underlined token: the value is far from the next one, or at the end from the rew
 ways in which the policy goes on from there. Both rows should agree. Where values keep one colour
 while the bars change, the critic is flat: it follows the prompt, but not the answer.</p>
 {% else %}
-<p>A good critic ends near what the last action earns, and changes its mind where the answer turns
-right or wrong. Look for values that jump where nothing is decided, or stay the same whatever is
-written.</p>
+<p>A good critic ends near the return, and changes its mind where the answer turns right or wrong.
+Look for values that jump where nothing is decided, or stay the same whatever is written.</p>
 {% endif %}
 {% for title, some in sections if some %}
 <h3>{{ title }}</h3>
 {% for row in some %}
-<article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }},
-{%- if row.left %} return {{ "{:z.3g} → {:z.3g}".format(*row.left) }}, {% endif %}
-reward {{ coloured(row.reward) }}
+<article>value {{ "{:z.2f} → {:z.2f}".format(*row.ends) }}, reward {{ coloured(row.reward) }}
+{{- ", return {:z.3g} → {:z.3g}".format(*row.left) if row.left != (row.reward, row.reward) }}
 <div class="text"><span class="quiet">{{ row.before }}</span>
 {%- for token in row.tokens -%}
 <span tabindex="0" class="{{ token.kind }}" style="background-color:{{ token.colour }}
@@ -4677,7 +4675,6 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
     numbers, advice = numbers_of(rows, gamma)
     ends = ends_of_colours(rows)
-    sections = zip(("The largest errors", "Typical rows"), rows_to_show(rows, tokenizer))
     page = PAGE.stream(
         title=out_dir,
         about=about,
@@ -4689,7 +4686,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         ends=ends,
         colour=lambda x: colour_of(x, *ends),
         truth=rows.truth is not None,
-        sections=sections,
+        sections=zip(("The largest errors", "Typical rows"), rows_to_show(rows, tokenizer)),
     )
     page.dump(f"{out_dir}/report.html", "utf-8", "replace")  # a text may hold half a character
 
@@ -4815,8 +4812,7 @@ def row_to_show(row, decode, ends):
     """What the page shows of a row, a Batch of one, as a dict. Of a long row, only tokens around
     the largest TD error have a colour, and "…" stands for what is far away. ends: of colours."""
     ids = row.input_ids.tolist()
-    value_A = row.values[row.response_mask].tolist()
-    returns_A = row.returns[row.response_mask].tolist()
+    values, returns = (x_T[row.response_mask].tolist() for x_T in (row.values, row.returns))
     worst = int(row.advantages.abs().argmax())
     start = max(int(row.response_mask.int().argmax()), worst - MOST_SHOWN // 2)
     end = start + MOST_SHOWN
@@ -4842,13 +4838,10 @@ def row_to_show(row, decode, ends):
             token["kind"] += " true"
         tokens.append(token)
 
-    # of several rewards, or a discounted one, what is left at the first and the last action
-    reward = float(row.token_level_rewards.sum())
-    left = [returns_A[0], returns_A[-1]]
     return {
-        "ends": (value_A[0], value_A[-1]),
-        "left": None if left == [reward, reward] else left,
-        "reward": reward,
+        "ends": (values[0], values[-1]),
+        "left": (returns[0], returns[-1]),
+        "reward": float(row.token_level_rewards.sum()),
         "before": before,
         "tokens": tokens,
         "rest": "…" if end < len(ids) else "",

@@ -56,8 +56,7 @@ Auto = Annotated[str, Field(pattern=r"^auto(:[0-9]{1,6}(\.[0-9]{1,6})?)?$")]
 SeqMode = Literal["seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 AggMode = Literal["token-mean", "token-sum", SeqMode]
 
-# of a mistake, pydantic says only what is wrong
-os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")
+os.environ.setdefault("PYDANTIC_ERRORS_INCLUDE_URL", "0")  # a mistake is told in one sentence
 BRIEF = {"hide_input_in_errors": True}
 
 
@@ -107,7 +106,7 @@ class Config:
 
     # recompute activations in the backward pass: less memory, more time
     gradient_checkpointing: bool = False
-    # dtype of matrix products (auto: float32 on CPU, else bfloat16)
+    # dtype of products, and of frozen weights, exported too (auto: float32 on CPU, else bfloat16)
     param_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     use_remove_padding: bool = True  # pack sequences end to end; otherwise pad each to the longest
     share_prompts: bool = True  # when packing, compute a prompt once for all its rows; same update
@@ -635,10 +634,8 @@ class DataParallelPPOCritic:
         self.passes = 2 + trained / count
 
         # the model; blocks that it shares are not its own to compile
-        steps = self.total_steps
-        self.compiled = not layout.backbone and compile_blocks(
-            skeleton, config, model_config, layout.device, steps
-        )
+        more = (config, model_config, layout.device, self.total_steps)
+        self.compiled = not layout.backbone and compile_blocks(skeleton, *more)
         made = build_value_model(skeleton, config, model_config, layout)
         self.model, origin, self.at_mean = made  # whether the head starts at the mean return
         self.image_processor = load_image_processor(config, model_config)  # None: reads text only

@@ -523,7 +523,7 @@ def test_a_page_speaks_of_true_values_only_if_there_are_any(known, tmp_path):
     text, numbers = write(tmp_path, rows)
     words = ("The bar below a token", "border-color:", ", true value 0.")
     assert [word in text for word in words] == [known] * 3
-    assert ("A good critic ends near what the last" in text) != known
+    assert ("A good critic ends near the return" in text) != known
     assert ("flatness" in numbers) == known
 
 
@@ -544,10 +544,10 @@ def test_a_cut_through_a_character_shows_no_part_of_it():
 
 
 @pytest.mark.parametrize("rewards, gamma, said", [
-    ([0.5, 0.0, 1.0], 1.0, "return 1.5 → 1, reward"),
+    ([0.5, 0.0, 1.0], 1.0, ", return 1.5 → 1"),
     ([0.0, 0.0, 1.0], 1.0, "value 0.25 → 0.75, reward"),
-    ([0.0, 0.0, 1.0], 0.5, "return 0.25 → 1, reward"),
-    ([0.5, 0.5, 0.5], 0.0, "return 0.5 → 0.5, reward"),
+    ([0.0, 0.0, 1.0], 0.5, ", return 0.25 → 1"),
+    ([0.5, 0.5, 0.5], 0.0, ", return 0.5 → 0.5"),
 ])  # fmt: skip
 def test_of_several_rewards_a_row_says_what_is_left(rewards, gamma, said, tmp_path):
     """Next to its values, at the first and the last action."""
@@ -555,7 +555,7 @@ def test_of_several_rewards_a_row_says_what_is_left(rewards, gamma, said, tmp_pa
     row.token_level_rewards[1:] = torch.tensor(rewards)
     row.values[1:] = torch.tensor([0.25, 0.5, 0.75])
     text, _ = write(tmp_path, row, gamma=gamma)
-    shown = re.sub(r"\s+", " ", re.search("<article>(.*?)<", text, flags=re.DOTALL)[1])
+    shown = re.search("<article>(.*?)<div", text, flags=re.DOTALL)[1]
     assert said in shown and ("return" in shown) == ("return" in said)
 
 
