@@ -35,7 +35,7 @@ import sys
 import tempfile
 import traceback
 import warnings
-from concurrent.futures import Future, wait
+from concurrent.futures import CancelledError, Future, wait
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import ExitStack, contextmanager, nullcontext, redirect_stderr, suppress
 from copy import deepcopy
@@ -3160,19 +3160,22 @@ def ask_all(function, replies):
     for group in [replies] if batch else [[reply] for reply in replies]:
         if group and not Stop.signal:
             call = call_of(function.plan, group)
-            futures.append(function.schedule(result_of, *call, timeout=function.seconds))
-    for future in progress(futures, "functions", "rows"):
+            future = function.schedule(result_of, *call, timeout=function.seconds)
+            futures.append((future, POOLS.get(function.path)))
+    for future, pool in progress(futures, "functions", "rows"):
         while not future.done() and not Stop.signal:
             wait([future], 0.5)
+            if not pool.active:  # a row that comes just as the pool breaks would wait for ever
+                future.cancel()
 
     # a row that is cancelled ends together with its process
     answers = []
-    for future in futures:
-        if future.cancel() or not future.done():
+    for future, _ in futures:
+        if Stop.signal and (future.cancel() or not future.done()):
             continue
         try:
             answers.append(future.result())
-        except (TimeoutError, ProcessExpired, BrokenProcessPool):
+        except (CancelledError, TimeoutError, ProcessExpired, BrokenProcessPool):
             limit = f"{function.seconds:g} s (--reward-timeout)"
             answers.append((None, f"no answer within {limit}, or its process has died"))
     if batch:

@@ -14,7 +14,9 @@ import sys
 import textwrap
 import threading
 import time
+from concurrent import futures
 
+import pebble
 import pytest
 import torch
 from helpers import ROOT, refused
@@ -795,3 +797,25 @@ def test_processes_of_a_pool_end_with_the_worker(ask, tmp_path):
     while stat.exists() and stat.read_text().split()[2] != "Z":
         assert time.monotonic() < until
         time.sleep(0.05)
+
+
+def test_a_row_that_comes_as_the_pool_breaks_is_a_fault(tmp_path, monkeypatch):
+    """Pebble would never answer it. Other rows have their rewards, and later ones a new pool."""
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return len(prompt)")
+    function = ppo_loop.load_function(f"{tmp_path}/mine.py:f", "--reward", 30.0)
+    replies = [Reply(Prompt([1], "abc"), i) for i in range(3)]
+    schedule = ppo_loop.ProcessPool.schedule
+    asked = []
+
+    def breaks(pool, *args, **more):
+        asked.append(schedule(pool, *args, **more))
+        if len(asked) != 2:
+            return asked[-1]
+        futures.wait(asked)
+        pool.stop()
+        return pebble.ProcessFuture()  # of a row that no process has
+
+    monkeypatch.setattr(ppo_loop.ProcessPool, "schedule", breaks)
+    late = (None, "no answer within 30 s (--reward-timeout), or its process has died")
+    assert ppo_loop.ask_all(function, replies) == [(3.0, ""), late, (3.0, "")]
+    assert ppo_loop.ask_all(function, replies) == [(3.0, "")] * 3
