@@ -4383,6 +4383,18 @@ NUMBERS = {  # numbers in a report -> what they mean
     "mean of n": "mean reward of all responses to these prompts, which have two or more",
     "oracle of n": "mean reward of the best response to each",
 }
+BASELINES = {  # what an actor may subtract from its returns -> what that is
+    "nothing": "the returns as they are",
+    "mean": "of all other answers, by which an actor whitens: 1 by definition",
+    "least noise": "the same, weighted by the noise of tokens: whiten noise",
+    "group": "the mean of the prompt's other answers: RLOO; GRPO has the answer's own in it",
+    "critic": "the values of this critic",
+    "fitted": "1, group and critic, each times a number that fits half of the prompts best",
+}
+SAVED = (
+    "For equal noise, an update with this critic needs {critic:.2f} times the answers that it needs"
+    " minus the mean; with the mean of least noise, which is free, {least:.2f} times."
+)
 WORSE = (
     "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean"
     " return {:.4f}. A head that began with random weights may need more updates: train longer, or"
@@ -4525,6 +4537,76 @@ def numbers_of(rows, gamma):
     elif m["eval/vf_loss"] > m["eval/constant_loss"]:
         advice = WORSE.format(m["eval/vf_loss"], m["eval/constant_loss"])
     return numbers, advice
+
+
+def noise_by_baseline(rows, gamma):
+    """How noisy the actor's gradient is -> {name in BASELINES: (noise over that with the mean, its
+    standard error over prompts)}. rows: with rewards, values and log-probs.
+
+    The noise of an answer is sum_t w_t (G_t - b_t)^2: G the return, w of noise_weights. Tokens are
+    taken as uncorrelated. No baseline here knows the action or the luck of its own answer, so all
+    lead to one mean gradient, and one with half the noise needs half the answers."""
+    rows, _ = end_to_end(rows)
+    mask_T = rows.response_mask
+    row_A = rows.row_of_token[mask_T]
+    w_A = noise_weights(rows)[mask_T]
+    return_A = monte_carlo(rows, gamma)[mask_T].double()
+    prompt_B = torch.zeros_like(rows.row_id)
+    for number, same in enumerate(by_prompt(describe(rows))):
+        prompt_B[same] = number
+    prompt_A = prompt_B[row_A]
+
+    def of_others(weight_A, kind_B):
+        """(A,) the weighted mean of the returns of the other answers of this kind."""
+        sums = (row_A.bincount(x_A, len(rows)) for x_A in (weight_A * return_A, weight_A))
+        total_B, weight_B = (kind_B.bincount(x_B)[kind_B] - x_B for x_B in sums)
+        return (total_B / weight_B)[row_A]
+
+    one_A = torch.ones_like(w_A)
+    baselines = {
+        "nothing": 0 * one_A,
+        "mean": of_others(one_A, 0 * prompt_B),
+        "least noise": of_others(w_A, 0 * prompt_B),
+        "group": of_others(one_A / rows.actions[row_A], prompt_B),  # NaN for a single answer
+        "critic": rows.values[mask_T].double(),
+    }
+
+    # least squares with these weights, fitted to half of the prompts for the other half
+    known = [baselines[name] for name in ("group", "critic")]
+    X_AF = torch.stack([one_A, *(x_A for x_A in known if x_A.isfinite().all())], 1)
+    baselines["fitted"] = 0 * one_A
+    for half in (0, 1):
+        learns_A = prompt_A % 2 != half
+        root_A1 = w_A[learns_A, None].sqrt()
+        fit = torch.linalg.lstsq(root_A1 * X_AF[learns_A], root_A1 * return_A[learns_A, None])
+        baselines["fitted"] += ~learns_A * (X_AF @ fit.solution)[:, 0]
+
+    # ratios of sums over prompts
+    noise = {x: prompt_A.bincount(w_A * (return_A - b).square()) for x, b in baselines.items()}
+    base = noise["mean"].sum()
+    told = {}
+    for name, noise_P in noise.items():
+        ratio = noise_P.sum() / base
+        error = (noise_P - ratio * noise["mean"]).square().sum().sqrt() / base
+        if ratio.isfinite():
+            told[name] = (float(ratio), float(error))
+    return told
+
+
+def tell_noise(rows, gamma):
+    """Prints noise_by_baseline -> {name: (its number as text, what it is)}. Of rows without
+    log-probs, or whose returns do not differ, nothing is known."""
+    noise = noise_by_baseline(rows, gamma) if rows.rollout_log_probs is not None else {}
+    if noise.keys() < BASELINES.keys() - {"group"}:
+        return {}
+    print0("noise      of the actor's gradient, by what is subtracted from its returns")
+    told = {}
+    for name, (x, error) in noise.items():
+        number = f"{x:.3f} +- {error:.3f}"
+        told[f"noise, {name}"] = (number, BASELINES[name])
+        print0(f"  {number}  {name:11}  {BASELINES[name]}")
+    print0("  " + SAVED.format(critic=noise["critic"][0], least=noise["least noise"][0]))
+    return told
 
 
 def ceiling(rows):
@@ -4679,7 +4761,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         title=out_dir,
         about=about,
         changed=changed,
-        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()},
+        numbers={name: (x, NUMBERS[name]) for name, x in numbers.items()} | tell_noise(rows, gamma),
         advice=advice,
         facts=facts_of(out_dir),
         figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),

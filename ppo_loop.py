@@ -990,6 +990,7 @@ def finish(loop):
         if RANK == 0:
             rows = common.concat(parts)
             rows = rows.select(rows.row_id.argsort().tolist())
+            rows.rollout_log_probs = rows.old_log_probs  # the policy's, whatever --top-p
             changed = what_changed(run.out_dir)
             about = "rows of the last step"
             if run.kl_coef:

@@ -165,6 +165,7 @@ def advantages(table, batch, lines, read, gamma):
         its_B = returns_A[first_A]
         others_A = (sum_P[table.prompt] - its_B[table.row]) / (n_P[table.prompt] - 1)
         found["minus the mean of the prompt's other answers"] = returns_A - others_A
+        found |= of_otb(table, read)
 
     found["minus true V(prompt)"] = returns_A - truth_A[first_A][table.row]
     for lam, advantage_A in zip(LAMBDAS, advantages_of(table, batch, true_T, gamma)):
@@ -177,6 +178,29 @@ def advantages(table, batch, lines, read, gamma):
         found["minus true b(s)"] = returns_A - b_A
         found["true Q(s,a) - b(s)"] = table.advantage + truth_A - b_A
     return found
+
+
+def of_otb(table, read):
+    """The Optimal Token Baseline (2602.07078): at each place, the mean of the prompt's answers that
+    come so far, weighted by the noise w of all their tokens up to there. As it is published, an
+    answer's own return is in it; without that, the mean gradient is that of the other baselines."""
+    place_A = table.prompt * (1 + table.place.max()) + table.place
+    before_A = np.cumsum(read.w)
+    first_A = np.flatnonzero(table.place == 0)[table.row]
+    sum_A = before_A - before_A[first_A] + read.w[first_A]
+
+    total_A = np.bincount(place_A, sum_A * table.returns)[place_A]
+    weight_A = np.bincount(place_A, sum_A)[place_A]
+    others_A = np.divide(
+        total_A - sum_A * table.returns,
+        weight_A - sum_A,
+        out=np.zeros_like(sum_A),
+        where=weight_A - sum_A > 1e-9,
+    )
+    return {
+        "OTB, which has the answer's own return": table.returns - total_A / weight_A,
+        "OTB without it": table.returns - others_A,
+    }
 
 
 def best_constant(table, gram_AA):

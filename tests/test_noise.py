@@ -3,13 +3,15 @@ gradients and sums over all tokens by plain transformers."""
 
 import json
 import math
+import types
 
 import noise
+import numpy
 import oracle
 import pytest
 import torch
 import truth
-from helpers import actions_of, random_batch, refused, worker
+from helpers import actions_of, random_batch, refused, rows_of, worker
 from ppo_helpers import EOS, TOKENIZER, ids_of, policy
 from reference import clipped_loss, whitened_by_hand
 from transformers import AutoModelForCausalLM
@@ -157,6 +159,18 @@ def test_the_best_constant_leaves_the_least_noise(tmp_path):
     assert told[0.0][0] < min(told[-0.01][0], told[0.01][0])
 
 
+def test_otb_weighs_a_prompts_answers_by_their_noise_so_far():
+    """By hand: two answers of two and three tokens, which earn 1 and 3; one of another prompt."""
+    columns = {"place": [0, 1, 0, 1, 2, 0], "returns": [1.0, 1, 3, 3, 3, 7]}
+    table = of_rows([0, 0, 1, 1, 1, 2], [0, 0, 0, 0, 0, 1], **columns)
+    read = types.SimpleNamespace(w=numpy.array([0.5, 0.25, 1.0, 0.5, 0.5, 1.0]))
+    found = noise.of_otb(table, read)
+    b = [(0.5 * 1 + 1.0 * 3) / 1.5, (0.75 * 1 + 1.5 * 3) / 2.25]
+    expected = [1 - b[0], 1 - b[1], 3 - b[0], 3 - b[1], 0, 0]
+    assert found["OTB, which has the answer's own return"].tolist() == pytest.approx(expected)
+    assert found["OTB without it"].tolist() == pytest.approx([-2, -2, 2, 2, 3, 7])
+
+
 def test_the_table_is_of_all_baselines_and_of_critics(tmp_path, capsys):
     """A critic that says 0 everywhere is no baseline; less its weighted mean, it is that mean."""
     flags = [*task_flags(tmp_path, likely_rows(tmp_path)), "--max-response-length", "2"]
@@ -195,6 +209,106 @@ def likely_rows(folder):
                 ids.append(int(lm(torch.tensor([ids])).logits[0, -1, EOS + 1 :].argmax()) + EOS + 1)
         rows.append((prompt, TOKENIZER.decode(ids[-2:])))
     return rows
+
+
+# ---- The noise by baseline, from rows ------------------------------------------------------------
+
+
+def noise_by_hand(batch, gamma):
+    """{name: noise over that with the mean}, answer by answer and token by token, in float64."""
+    answers = actions_of(batch)
+    returns = common.monte_carlo(batch, gamma).double().tolist()
+    w = batch.rollout_log_probs.double().exp().tolist()
+    w = [(1 - p) ** 2 for p in w]
+    prompts = {}  # prompt -> its answers
+    for i, (start, places) in enumerate(zip(batch.cu_seqlens.tolist(), answers)):
+        prompts.setdefault(tuple(batch.input_ids[start : places[0]].tolist()), []).append(i)
+    same = {i: group for group in prompts.values() for i in group}
+
+    def noise(b):
+        return math.fsum(w[t] * (returns[t] - b[t]) ** 2 for t in sum(answers, []))
+
+    def mean(some, weigh):
+        places = [t for k in some for t in answers[k]]
+        total = math.fsum(weigh(k, t) * returns[t] for k in some for t in answers[k])
+        return total / math.fsum(weigh(k, t) for k in some for t in answers[k]) if places else 0
+
+    def of_others(weigh, groups):
+        b = {}
+        for i, places in enumerate(answers):
+            b |= dict.fromkeys(places, mean([k for k in groups[i] if k != i], weigh))
+        return b
+
+    everyone = dict.fromkeys(range(len(answers)), range(len(answers)))
+    found = {
+        "nothing": dict.fromkeys(sum(answers, []), 0.0),
+        "mean": of_others(lambda k, t: 1.0, everyone),
+        "least noise": of_others(lambda k, t: w[t], everyone),
+        "group": of_others(lambda k, t: 1 / len(answers[k]), same),
+        "critic": batch.values.double().tolist(),
+    }
+
+    # the fit to the prompts with odd and with even numbers, by numpy
+    fitted = {}
+    order = {i: n for n, group in enumerate(prompts.values()) for i in group}
+    for half in (0, 1):
+        learns = [t for i, places in enumerate(answers) if order[i] % 2 != half for t in places]
+        X = numpy.array([[1.0, found["group"][t], found["critic"][t]] for t in learns])
+        root = numpy.sqrt([w[t] for t in learns])
+        G = numpy.array([returns[t] for t in learns])
+        beta = numpy.linalg.lstsq(root[:, None] * X, root * G)[0]
+        for i, places in enumerate(answers):
+            if order[i] % 2 == half:
+                for t in places:
+                    fitted[t] = beta @ [1.0, found["group"][t], found["critic"][t]]
+    found["fitted"] = fitted
+    return {name: noise(b) / noise(found["mean"]) for name, b in found.items()}
+
+
+@pytest.mark.parametrize("gamma", [1.0, 0.9])
+def test_the_noise_by_baseline_equals_a_loop(gamma):
+    batch = random_batch(24, seed=3, prompts=6, idle=False)
+    batch.response_mask = batch.positions > 7 * (batch.row_of_token % 6)  # behind the prompt
+    g = torch.Generator().manual_seed(1)
+    for name in ("token_level_rewards", "values"):
+        setattr(batch, name, torch.randn(len(batch.input_ids), generator=g))
+    batch.rollout_log_probs = torch.rand(len(batch.input_ids), generator=g).log()
+    found = common.noise_by_baseline(batch, gamma)
+    assert {name: x for name, (x, _) in found.items()} == pytest.approx(noise_by_hand(batch, gamma))
+    assert found["mean"] == (1.0, 0.0)
+
+    # prompts with one answer have no group, and one answer has no others
+    single = batch.select([0, 1, 2, 3, 4, 5, 6])
+    assert common.noise_by_baseline(single, gamma).keys() == found.keys() - {"group"}
+    assert common.noise_by_baseline(batch.select([0]), gamma).keys() <= {"nothing", "critic"}
+
+
+def test_the_noise_from_rows_is_that_of_gradients(tmp_path):
+    """Of the policy's output head: within a tenth, and in the same order."""
+    flags = [*task_flags(tmp_path, likely_rows(tmp_path)), "--max-response-length", "2"]
+    where = {"policy": f"{tmp_path}/policy", "out_dir": tmp_path / "truth"}
+    noise.main(noise.Noise(**where, answers=192), flags)
+    told = json.loads((tmp_path / "truth" / "noise.json").read_text())
+    file = tmp_path / "truth" / "truth.jsonl"
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    batch = common.read_rows(str(file), None)
+    lm = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
+    batch.rollout_log_probs = torch.zeros(len(batch.input_ids))
+    for line, (start, end) in zip(lines, rows_of(batch), strict=True):
+        n = len(line["prompt_ids"])
+        with torch.no_grad():
+            log_p = lm(batch.input_ids[None, start:end]).logits[0, :, : len(TOKENIZER)]
+        log_p = log_p.log_softmax(-1)[:-1].gather(1, batch.input_ids[start + 1 : end, None])[:, 0]
+        batch.rollout_log_probs[start + n : end] = log_p[n - 1 :]
+    ours = common.noise_by_baseline(batch, 1.0)
+    pairs = [
+        ("least noise", "minus the mean weighted by (1 - p)^2"),
+        ("group", "minus the mean of the prompt's other answers"),
+        ("nothing", "no baseline"),
+    ]
+    exact = {name: told[theirs][1][0] for name, theirs in pairs}
+    assert {name: ours[name][0] for name in exact} == pytest.approx(exact, rel=0.1)
+    assert sorted(exact, key=exact.get) == sorted(exact, key=lambda name: ours[name][0])
 
 
 # ---- The oracle ----------------------------------------------------------------------------------

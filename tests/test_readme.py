@@ -599,7 +599,7 @@ def test_the_loops_critic_helps_to_answer_held_out_prompts(copy, ppo):
 def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
     [first, export, meter] = [line for kind, line in COMMANDS if kind == "truth"]
-    succeeded(ended(ppo))
+    said_of_ppo = succeeded(ended(ppo))
     steps = str(STEPS[rf"{LONGEST}$"])
     saved = succeeded(ended(started(re.sub(r"(step_|--steps )60", rf"\g<1>{steps}", export), copy)))
     assert saved.splitlines()[-1].startswith(f"saved      out/step_{steps}: ")
@@ -611,6 +611,11 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
         said = succeeded(ended(started(f"{line} --out-dir out/truth_{folder} --most 16", copy)))
         told.append(re.search(rf"^\| out/{folder}/critic_hf (\|.*)$", said, flags=re.M)[1])
     assert told[0] == told[1]
+
+    # the run has ended with the page's table of noise
+    noise = r"^  \d\.\d{3} \+- \d\.\d{3}  (.{11})  (.*)$"
+    table = re.findall(noise, PAGES["truth.md"], flags=re.M)
+    assert len(table) == 5 and re.findall(noise, said_of_ppo, flags=re.M) == table
 
     # the true values are there
     meter = meter.replace("tests/noise.py", str(ROOT / "tests" / "noise.py"))

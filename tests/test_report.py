@@ -133,9 +133,11 @@ def test_the_ceiling_is_what_knowing_each_prompt_explains():
     assert math.isnan(ceiling(prompts, torch.arange(10_000) % 5))
 
 
-def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed=None):
-    """(text of the page about some rows, its numbers)."""
+def write(folder, rows, tokenizer=None, curves=common.CURVES, gamma=1.0, changed=None, noise=False):
+    """(text of the page about some rows, its numbers). noise: with those of the actor's noise."""
     rows = dataclasses.replace(rows, returns=None, advantages=None)
+    if not noise:
+        rows.rollout_log_probs = None
     folder.mkdir(exist_ok=True)
     common.write_report(str(folder), rows, "rows of a test", tokenizer, gamma, curves, changed)
 
@@ -569,6 +571,27 @@ def test_rows_that_tie_count_alike_and_it_is_said_of_how_many_prompts():
         m = common.evaluate(rows.select(order), 1.0)
         assert float(m["eval/best_of_n"]) == pytest.approx((0.5 + 1 + 0) / 3)
         assert m["eval/prompts_of_n"] == 3
+
+
+def test_the_noise_by_baseline_is_on_the_page_and_in_the_line(tmp_path, capsys):
+    """Unless nothing is known of it: without log-probs, or where all returns are equal."""
+    rows = random_batch(40, prompts=8, idle=False)
+    common.add_returns(rows, 1.0, 1.0)
+    for some, known in (
+        (rows, True),
+        (dataclasses.replace(rows, rollout_log_probs=None), False),
+        (dataclasses.replace(rows, token_level_rewards=0 * rows.token_level_rewards), False),
+    ):
+        capsys.readouterr()
+        _, numbers = write(tmp_path, some, noise=True)
+        said = capsys.readouterr().out
+        found = {x.removeprefix("noise, "): y for x, y in numbers.items() if "noise, " in x}
+        assert bool(found) == known == ("of the actor's gradient" in said)
+        if known:
+            told = common.noise_by_baseline(rows, 1.0)
+            assert found == {x: f"{y:.3f} +- {error:.3f}" for x, (y, error) in told.items()}
+            assert all(number in said for number in found.values())
+            assert f"with this critic needs {told['critic'][0]:.2f} times" in said
 
 
 def scored(folder, rows):
