@@ -4587,7 +4587,7 @@ def noise_by_baseline(rows, gamma):
     told = {}
     for name, noise_P in noise.items():
         ratio = noise_P.sum() / base
-        error = (noise_P - ratio * noise["mean"]).square().sum().sqrt() / base
+        error = (noise_P - ratio * noise["mean"]).std() * len(noise_P) ** 0.5 / base
         if ratio.isfinite():
             told[name] = (float(ratio), float(error))
     return told
@@ -4597,7 +4597,7 @@ def tell_noise(rows, gamma):
     """Prints noise_by_baseline -> {name: (its number as text, what it is)}. Of rows without
     log-probs, or whose returns do not differ, nothing is known."""
     noise = noise_by_baseline(rows, gamma) if rows.rollout_log_probs is not None else {}
-    if noise.keys() < BASELINES.keys() - {"group"}:
+    if not BASELINES.keys() - {"group"} <= noise.keys():
         return {}
     print0("noise      of the actor's gradient, by what is subtracted from its returns")
     told = {}

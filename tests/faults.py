@@ -740,8 +740,11 @@ def reference(script, short):
     shutil.copytree(model, started, dirs_exist_ok=True)
 
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
-    Job(script, out, "--actor.model", out / "hf").ends_with(f"--out-dir {out}: ")
-    Job(script, out, "--critic.model", out / "critic_hf").ends_with(f"--out-dir {out}: ")
+    for flag, model in (("--actor.model", out / "hf"), ("--critic.model", out / "critic_hf")):
+        job = Job(script, out, flag, model)
+        assert job.wait() == [2], job
+        said = re.sub(r"[\s│]+", " ", job.text(0)[1])  # a box of tyro's
+        assert "the run would replace a model there that it loads" in said, said
     return 3, "one line, exit 2"
 
 
