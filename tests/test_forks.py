@@ -19,7 +19,9 @@ from statistics import fmean
 import credit_per_row
 import evpo
 import first_token_credit
+import fitted
 import hl_gauss
+import numpy
 import pytest
 import quantiles
 import torch
@@ -414,6 +416,43 @@ def test_the_mean_return_of_answers_to_a_prompt_is_one_for_all_rows_of_their_epi
     monkeypatch.setattr(ppo_loop, "advantages_of", evpo.advantages_of)
     found = of_episodes([1.0, 2.0, 3.0, 5.0], (0.0, 0.0), rollout_n=2)
     assert found == [[x] * n for x in (-0.5, 0.5, -1.0, 1.0) for n in (2, 1)]
+
+
+# ---- A fitted baseline ---------------------------------------------------------------------------
+
+
+def test_a_baseline_is_fitted_to_earlier_steps(monkeypatch):
+    """By numpy, from the weights (1 - p)^2 of three steps, whose values are good, then noise."""
+    common.setup_distributed()
+    monkeypatch.setattr(fitted, "sums", [])
+    steps = []
+    for seed in range(3):
+        batch = random_batch(12, seed=seed, idle=False)
+        batch.values = batch.values + (seed == 0) * common.monte_carlo(batch, 0.9)
+        steps.append(batch)
+
+    usual = {"lam_policy": None, "bootstrap_truncated": False, "gamma": 0.9}
+    flags = types.SimpleNamespace(lam=1.0, **usual)
+    left, right = numpy.zeros((2, 2)), numpy.zeros(2)
+    for number, batch in enumerate(steps):
+        found_T = fitted.advantages_of(batch, flags)
+        mask_T = batch.response_mask
+        columns = (batch.rollout_log_probs, batch.values, common.monte_carlo(batch, 0.9))
+        log_p, v, G = (x_T[mask_T].double().numpy() for x_T in columns)
+        X = numpy.stack([numpy.ones_like(v), v], 1)
+        w = (1 - numpy.exp(log_p)) ** 2
+        mine = X.T @ (w[:, None] * X), X.T @ (w * G)
+        if number == 0:
+            beta = numpy.linalg.solve(*mine)
+        else:
+            beta = numpy.linalg.solve(left, right)
+        left, right = 0.9 * left + mine[0], 0.9 * right + mine[1]
+        assert found_T[mask_T].numpy() == pytest.approx(G - X @ beta, abs=1e-4)
+        assert not found_T[~mask_T].any()
+
+    flags.lam = 0.9
+    with pytest.raises(UserError, match="excludes a lambda below 1"):
+        fitted.advantages_of(steps[0], flags)
 
 
 # ---- Places --------------------------------------------------------------------------------------
