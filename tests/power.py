@@ -371,19 +371,32 @@ def names_in(out):
 def standing(job):
     """All processes of a job stand still in this context."""
     alive = [pid for rank, pid in enumerate(job.pids) if rank not in job.codes]
-    for pid in alive:
-        os.killpg(pid, signal.SIGSTOP)
-    until_stopped(alive)
+
+    def send(number):
+        for pid in alive:
+            os.killpg(pid, number)
+
+    # a rank that starts a program waits in the kernel until that runs, which stands before it does;
+    # then both go on for a moment
+    for last in [False] * 5 + [True]:
+        send(signal.SIGSTOP)
+        try:
+            until_stopped(alive, 60 if last else 2)
+            break
+        except AssertionError:
+            if last:
+                raise
+            send(signal.SIGCONT)
+            time.sleep(0.02)
     try:
         yield
     finally:
-        for pid in alive:
-            os.killpg(pid, signal.SIGCONT)
+        send(signal.SIGCONT)
 
 
-def until_stopped(pids):
+def until_stopped(pids, seconds=60):
     state = lambda pid: pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    forked.until(lambda: all(state(pid) in "TZ" for pid in pids), "all stand", 60)
+    forked.until(lambda: all(state(pid) in "TZ" for pid in pids), "all stand", seconds)
 
 
 def cut(disk, out, notes, saving):
