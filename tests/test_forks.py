@@ -22,6 +22,7 @@ import first_token_credit
 import fitted
 import hl_gauss
 import numpy
+import otb
 import pytest
 import quantiles
 import torch
@@ -455,6 +456,20 @@ def test_a_baseline_is_fitted_to_earlier_steps(monkeypatch):
     flags.lam = 0.9
     with pytest.raises(UserError, match="excludes a lambda below 1"):
         fitted.advantages_of(steps[0], flags)
+
+
+def test_the_optimal_token_baseline_of_two_answers():
+    """By hand. The first has chances 0.5 and 0.9 and earns 1; the second 0.5 and earns 0; in other
+    columns, two answers to another prompt are the same."""
+    common.setup_distributed()
+    batch = rows_after([3], [3], [4], [4], answer=2)
+    batch.response_mask[[5, 11]] = False  # the second answers have one action
+    batch.rollout_log_probs = torch.tensor([1.0, 0.5, 0.9] * 4).log()
+    batch.token_level_rewards = torch.tensor([0.0, 0.0, 1.0, 0.0, 0.0, 0.0] * 2)
+    found = otb.advantages_of(batch, types.SimpleNamespace(gamma=1.0, rollout_n=2))
+    first = 0.25 * 1 / (0.25 + 0.25)  # both answers come to the first token, one to the second
+    expected = [0, 1 - first, 1 - 1, 0, -first, 0] * 2
+    assert found.tolist() == pytest.approx(expected, abs=1e-6)
 
 
 # ---- Places --------------------------------------------------------------------------------------
