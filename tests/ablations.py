@@ -26,11 +26,6 @@ from tqdm import tqdm
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 RANDOM = "--critic.value-head-init normal"
-# no clip: ratios to the engine's log-probs, of which a mask leaves some out
-UNCLIPPED = (
-    "--old-log-probs engine --actor.clip-ratio-low 1 --actor.clip-ratio-high 1e30"
-    " --actor.clip-ratio-c None"
-)
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
 PPO = {
     "no critic: minus the batch's mean": ZERO,
@@ -42,6 +37,10 @@ PPO = {
     "the same, its head starts at 0": "--critic.value-head-init zero",
     "the same, at the mean return": "--critic.value-head-init mean",
     "at the mean return, less noise": "--critic.value-head-init mean --whiten noise",
+    "the fitted baseline": "tests/forks/fitted.py --critic.value-head-init mean",
+    "OTB, 4 answers to each of 64 prompts": (
+        f"tests/forks/otb.py {ZERO} --train-batch-size 64 --rollout-n 4"
+    ),
     "a critic of least noise": (
         "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
     ),
@@ -74,14 +73,8 @@ PPO = {
     "progress advantage of the first row's policy": (
         "tests/oracle.py --baseline progress --learned {first}"
     ),
-    "SAO": (
-        f"{UNCLIPPED} --actor.ratio-band 0.7 6 --critic.freeze-modules self_attn"
-        " --critic.ppo-epochs 2 --first-token-credit 0.51 --critic-warmup 10"
-    ),
-    "BPCO": (
-        f"{UNCLIPPED} --actor.probability-band 0.2 --critic.value-head bounded"
-        " --critic.value-range 0 1 --whiten none --first-token-credit 0.08 --critic-warmup 15"
-    ),
+    "SAO": "tests/forks/sao.py",
+    "BPCO": "tests/forks/bpco.py",
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 GROUPS = f"tests/forks/evpo.py {ZERO} --train-batch-size 2 --rollout-n 4"
@@ -95,6 +88,8 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "critic from scratch, lambda 1": SCRATCH,
     "pretrained critic, lambda 1": PRETRAINED,
     "pretrained critic, less noise": f"{PRETRAINED} --whiten noise",
+    "pretrained critic, fitted": f"tests/forks/fitted.py {PRETRAINED}",
+    "critic from scratch, fitted": f"tests/forks/fitted.py {SCRATCH}",
     "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
     "critic from scratch, by turns": f"{SCRATCH} --gae-level turn",
     "pretrained critic, by turns": f"{PRETRAINED} --gae-level turn",
@@ -120,6 +115,7 @@ NOTES = {  # an episode has two rows, and its reward comes at the end of the sec
     ),
     "across rows, a critic, lambda 1": MEAN,
     "the same, lambda 0.95": f"{MEAN} --lam-policy 0.95",
+    "the same, fitted": f"tests/forks/fitted.py {MEAN}",
     "it reads the secret, lambda 1": SECRET,
     "it reads the secret, lambda 0.95": f"{SECRET} --lam-policy 0.95",
     "it reads secret and question, lambda 1": f"{MEAN} --privileged-key secret_and_question",
