@@ -4551,6 +4551,8 @@ def noise_by_baseline(rows, gamma):
     row_A = rows.row_of_token[mask_T]
     w_A = noise_weights(rows)[mask_T]
     return_A = monte_carlo(rows, gamma)[mask_T].double()
+
+    # a number for each prompt
     prompt_B = torch.zeros_like(rows.row_id)
     for number, same in enumerate(by_prompt(describe(rows))):
         prompt_B[same] = number
