@@ -709,15 +709,16 @@ def moments(x_A, everywhere=False):
     return int(n), mean, squares / (n or nan)
 
 
-def explained_variance(values_A, returns_A, everywhere=False):
+def explained_variance(values_A, returns_A, everywhere=False, noise=0.0):
     """1 - Var(R - V) / Var(R): 1 is perfect, 0 as good as a constant, NaN if all returns are equal.
-    everywhere: of all ranks' entries (a collective)."""
+    everywhere: of all ranks' entries (a collective). noise: the variance that the returns have only
+    because they are estimates; it is taken out."""
     r_A = returns_A.double()
     _, mean, spread = moments(r_A, everywhere)
     _, bias, left = moments(r_A - values_A.double(), everywhere)
-    if not spread > 1e-9 * (mean**2 + spread + bias**2 + left):  # zero but for rounding
+    if not spread - noise > 1e-9 * (mean**2 + spread + bias**2 + left):  # zero but for rounding
         return nan
-    return 1 - left / spread
+    return 1 - (left - noise) / (spread - noise)
 
 
 def auc(scores, labels):
@@ -760,7 +761,8 @@ def evaluate(rows, gamma):
     """Metrics of rows with values, against Monte Carlo returns -> {"eval/...": number or NaN}. An
     episode of several rows counts as one."""
     rows, _ = end_to_end(rows)
-    r_A = monte_carlo(rows, gamma)[rows.response_mask].double()
+    return_T = monte_carlo(rows, gamma)
+    r_A = return_T[rows.response_mask].double()
     v_A = rows.values[rows.response_mask]
 
     # the reward of each row, and what the critic says before its last action
@@ -769,9 +771,13 @@ def evaluate(rows, gamma):
     last_B = torch.where(acted_B, rows.values[last_action(rows)], 0.0)
 
     prompts, best, mean, oracle = best_of_n(rows, last_B, reward_B)
-    true = {} if rows.truth is None else against_truth(rows, gamma)
-    return true | {
+    v_10, r_10, n_10 = in_bins(v_A, r_A)
+    metrics = by_tenth(rows, return_T, 0 * return_T, "eval/explained_var")
+    if rows.truth is not None:
+        metrics |= against_truth(rows, gamma)
+    return metrics | {
         "eval/explained_var": explained_variance(v_A, r_A),
+        "eval/calibration": (v_10 - r_10).abs().sum() / n_10.sum(),
         "eval/vf_loss": 0.5 * (v_A - r_A).square().mean(),
         "eval/constant_loss": 0.5 * r_A.var(correction=0),
         "eval/auc": auc(last_B[acted_B], reward_B[acted_B]),
@@ -780,6 +786,32 @@ def evaluate(rows, gamma):
         "eval/mean_of_n": mean,
         "eval/oracle_of_n": oracle,
     }
+
+
+def by_tenth(rows, target_T, noise_T, name):
+    """{name and the tenth of an answer, 1 to 10: explained variance of this column there, where it
+    is known}. Towards the end of an answer there is more to know. noise_T: see
+    explained_variance."""
+    first_B = rows.actions.cumsum(0) - rows.actions
+    place_T = rows.response_mask.cumsum(0) - 1 - first_B[rows.row_of_token]
+    tenth_T = 10 * place_T // rows.actions[rows.row_of_token].clamp(min=1)
+
+    found = {}
+    for k in range(10):
+        here_T = rows.response_mask & target_T.isfinite() & (tenth_T == k)
+        v_A, x_A, noise_A = (x_T[here_T].double() for x_T in (rows.values, target_T, noise_T))
+        x = explained_variance(v_A, x_A, noise=float(noise_A.mean()))
+        found[f"{name}_tenth_{k + 1}"] = x
+    return found
+
+
+def in_bins(v_A, r_A):
+    """(3, 10) of ten bins of neighbouring values, each with as many actions if all values differ:
+    sum of values, sum of returns, number of actions. Values are calibrated if both sums agree."""
+    step = max(1, -(-len(v_A) // 10))
+    bin_A = torch.bucketize(v_A, v_A.sort().values[step::step], right=True)
+    columns = (v_A.double(), r_A.double(), torch.ones_like(r_A))
+    return torch.stack([bin_A.bincount(x_A, 10) for x_A in columns])
 
 
 def against_truth(rows, gamma):
@@ -795,9 +827,7 @@ def against_truth(rows, gamma):
     v_A, truth_A, noise_A, r_A = (x_T[known_T].double() for x_T in columns)
 
     # an estimate differs from values and returns by its noise, too
-    noise = noise_A.mean()
-    spread = truth_A.var(correction=0) - noise
-    missed = (truth_A - v_A).var(correction=0) - noise
+    noise = float(noise_A.mean())
     luck = (r_A - truth_A).var(correction=0) - noise
 
     # rows with two or more of them
@@ -813,8 +843,9 @@ def against_truth(rows, gamma):
         return float(x / whole) if whole > 1e-9 * truth_A.square().mean() else nan
 
     noise_within = (row_A.bincount(noise_A) / n_B)[several].mean()
-    return {
-        "eval/truth_explained_var": share(spread - missed, spread),
+    name = "eval/truth_explained_var"
+    return by_tenth(rows, rows.truth, rows.truth_noise, name) | {
+        name: explained_variance(v_A, truth_A, noise=noise),
         "eval/knowable": 1 - share(luck, r_A.var(correction=0)),
         "eval/flatness": share(within(v_A), within(truth_A) - noise_within),
     }
@@ -2088,6 +2119,34 @@ def decode_behind(tokenizer, before, ids):
     head = decode(tokenizer, before[-16:])
     whole = decode(tokenizer, before[-16:] + ids)
     return whole[len(head) :] if whole.startswith(head) else decode(tokenizer, ids)
+
+
+def texts_of(ids, first, decode):
+    """[text of ids[:first], text of each token after it]: together they are the text of all ids.
+    A character of several tokens belongs to its last one."""
+    whole = decode(ids)
+    ends = [0]  # where in `whole` each piece ends
+    start = 0  # a text that is complete lies between these two tokens
+    middle = 0
+    told = 0  # characters from `start` on that are in a piece
+
+    for t in range(first, len(ids) + 1):
+        # decode some tokens together: alone they would lose blanks, and all of them take too long
+        text = decode(ids[start:t])
+        complete = text
+        if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
+            complete = text.rstrip("\ufffd")  # the end is only a part of a character
+        ends.append(ends[-1] + max(0, len(complete) - told))
+        told = max(told, len(complete))
+
+        # go on from the middle as soon as there is something to see after it
+        if complete == text and ends[-1] > ends[-2]:
+            start = middle
+            middle = t
+            told = len(decode(ids[start:t]))
+
+    ends[-1] = len(whole)
+    return [whole[i:j] for i, j in itertools.pairwise(ends)]
 
 
 @functools.cache
@@ -4503,8 +4562,9 @@ def ranks_in_prompts(rows, last_B):
     return rank
 
 
-def numbers_of(rows, gamma):
-    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with returns."""
+def numbers_of(rows, m):
+    """({name in NUMBERS: text of a number that exists}, advice or "") of rows with returns. m: what
+    evaluate says of them."""
     rows, _ = end_to_end(rows)
     v_A = rows.values[rows.response_mask]
     r_A = rows.returns[rows.response_mask]
@@ -4513,7 +4573,6 @@ def numbers_of(rows, gamma):
     actions = rows.actions[rows.actions > 0]
     first = actions.cumsum(0) - actions
 
-    m = evaluate(rows, gamma)
     values = {
         "explained variance": m["eval/explained_var"],
         "what can be known": m.get("eval/knowable", nan),
@@ -4627,6 +4686,23 @@ def ceiling(rows):
     return 1 - within / spread if 0 < spread >= within else nan
 
 
+def by_place_and_value(rows, m):
+    """Lines of a log for PLACES, of rows with returns. Their step is the tenth of an answer, or the
+    mean value of a bin. m: what evaluate says of the rows."""
+    lines = []
+    for name, x in m.items():
+        of, tenth, k = name.partition("_tenth_")
+        if tenth and x > -1:  # one that is far off would flatten the others
+            lines.append({"step": int(k), of: x})
+
+    rows, _ = end_to_end(rows)
+    sums = in_bins(rows.values[rows.response_mask], rows.returns[rows.response_mask])
+    for v, r, _ in (sums / sums[2]).T.tolist():
+        if isfinite(v):
+            lines.append({"step": v, "value": v, "return": r})
+    return lines
+
+
 # ---- The report: a page that every run leaves ----------------------------------------------------
 # One HTML file without links: numbers, curves, and rows whose tokens are coloured by value.
 
@@ -4634,6 +4710,13 @@ CURVES = {  # panels of a critic's report -> {words: metric}
     "explained variance": {"training": "critic/explained_var", "held out": "eval/explained_var"},
     "value loss": {"training": "critic/vf_loss", "held out": "eval/vf_loss"},
     "gradient norm": {"training": "critic/grad_norm"},
+}
+PLACES = {
+    "explained by tenths": {
+        "returns": "eval/explained_var",
+        "true values": "eval/truth_explained_var",
+    },
+    "mean return by value": {"found": "return", "right": "value"},
 }
 LOGARITHMIC = ("value loss", "gradient norm")  # panels with a logarithmic axis
 
@@ -4695,7 +4778,12 @@ svg text { fill: currentColor; font-family: inherit !important; }
 {% for name, x in facts.items() %}{{ name }}: {{ x }}<br>{% endfor %}
 </details>
 <main>
-{% if figure %}<aside><h2>How it learned, step by step</h2>{{ figure|safe }}</aside>{% endif %}
+<aside>
+{% if figure %}<h2>How it learned, step by step</h2>{{ figure|safe }}{% endif %}
+<h2>What it knows</h2>
+<p>In each tenth of the answers, and in ten bins of values: those of a calibrated critic are right.
+{% for place in places %}{{ place|safe }}{% endfor %}
+</aside>
 <section>
 {% for kind, pairs in (changed.samples if changed else {}).items() %}
 <h2>Held-out answers that {{ kind }}</h2>
@@ -4757,7 +4845,9 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
 
     # what stands on the page
     about = f"{len(rows):,} {about}, {len(v_A):,} actions"
-    numbers, advice = numbers_of(rows, gamma)
+    m = evaluate(rows, gamma)
+    numbers, advice = numbers_of(rows, m)
+    lines = by_place_and_value(rows, m)
     ends = ends_of_colours(rows)
     page = PAGE.stream(
         title=out_dir,
@@ -4767,6 +4857,7 @@ def write_report(out_dir, rows, about, tokenizer, gamma, curves=CURVES, changed=
         advice=advice,
         facts=facts_of(out_dir),
         figure=draw(read_lines(f"{out_dir}/metrics.jsonl"), curves),
+        places=[draw(lines, {title: names}) for title, names in PLACES.items()],
         ends=ends,
         colour=lambda x: colour_of(x, *ends),
         truth=rows.truth is not None,
@@ -4930,31 +5021,3 @@ def row_to_show(row, decode, ends):
         "tokens": tokens,
         "rest": "…" if end < len(ids) else "",
     }
-
-
-def texts_of(ids, first, decode):
-    """[text of ids[:first], text of each token after it]: together they are the text of all ids.
-    A character of several tokens belongs to its last one."""
-    whole = decode(ids)
-    ends = [0]  # where in `whole` each piece ends
-    start = 0  # a text that is complete lies between these two tokens
-    middle = 0
-    told = 0  # characters from `start` on that are in a piece
-
-    for t in range(first, len(ids) + 1):
-        # decode some tokens together: alone they would lose blanks, and all of them take too long
-        text = decode(ids[start:t])
-        complete = text
-        if t - max(first, middle) < 16:  # a longer sequence of such bytes is no text
-            complete = text.rstrip("\ufffd")  # the end is only a part of a character
-        ends.append(ends[-1] + max(0, len(complete) - told))
-        told = max(told, len(complete))
-
-        # go on from the middle as soon as there is something to see after it
-        if complete == text and ends[-1] > ends[-2]:
-            start = middle
-            middle = t
-            told = len(decode(ids[start:t]))
-
-    ends[-1] = len(whole)
-    return [whole[i:j] for i, j in itertools.pairwise(ends)]

@@ -83,6 +83,9 @@ DIGITS = {  # with the best learning rate of a grid, and some with the next lowe
     "no critic: minus the batch's mean": f"{ZERO} --train-batch-size 8",
     "no critic: minus the mean of least noise": f"{ZERO} --train-batch-size 8 --whiten noise",
     "no critic, actor's rate 1e-4": f"{ZERO} --train-batch-size 8 --actor.lr 1e-4",
+    "OTB, 4 answers to each of 2 prompts": (
+        f"tests/forks/otb.py {ZERO} --train-batch-size 2 --rollout-n 4"
+    ),
     "4 answers to each of 2 prompts": GROUPS,
     "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",
     "critic from scratch, lambda 1": SCRATCH,
@@ -112,6 +115,10 @@ NOTES = {  # an episode has two rows, and its reward comes at the end of the sec
     "credit per row, a critic": f"{PER_ROW} {MEAN}",
     "4 answers to each of 32 prompts": (
         f"tests/forks/evpo.py {ZERO} --train-batch-size 32 --rollout-n 4"
+    ),
+    "across rows, less noise, no critic": f"{ZERO} --whiten noise",
+    "OTB, 4 answers to each of 32 prompts": (
+        f"tests/forks/otb.py {ZERO} --train-batch-size 32 --rollout-n 4"
     ),
     "across rows, a critic, lambda 1": MEAN,
     "the same, lambda 0.95": f"{MEAN} --lam-policy 0.95",

@@ -1289,6 +1289,48 @@ def test_numbers_against_the_truth_equal_a_plain_loop():
     assert not set(AGAINST_TRUTH) & common.evaluate(rows, gamma).keys()
 
 
+def test_tenths_and_bins_equal_plain_loops():
+    """Of answers with fewer than ten actions, too; equal values share a bin. The noise of estimated
+    true values is that of each tenth."""
+    rows, gamma = random_batch(80, longest=50), 0.9
+    g = torch.Generator().manual_seed(2)
+    rows.values = (3 * torch.randn(len(rows.values), generator=g)).round()
+    rows.truth = torch.randn(len(rows.values), generator=g)
+    rows.truth[torch.rand(len(rows.values), generator=g) < 0.3] = math.nan
+    rows.truth_noise = 0.1 * torch.rand(len(rows.values), generator=g)
+
+    tenths = {k: [] for k in range(1, 11)}  # (value, return, true value, its noise)
+    for actions in actions_of(rows):
+        ahead = 0.0
+        for i, t in reversed([*enumerate(actions)]):
+            ahead = float(rows.token_level_rewards[t]) + gamma * ahead
+            known = [float(x_T[t]) for x_T in (rows.truth, rows.truth_noise)]
+            k = next(k for k in tenths if i < k * len(actions) / 10 - 1e-9)
+            tenths[k].append((float(rows.values[t]), ahead, *known))
+
+    told = common.evaluate(rows, gamma)
+    for k, places in tenths.items():
+        v, r, *_ = np.array(places).T
+        assert told[f"eval/explained_var_tenth_{k}"] == pytest.approx(1 - (r - v).var() / r.var())
+        v, _, true, noise = np.array([x for x in places if not math.isnan(x[2])]).T
+        left = ((true - v).var() - noise.mean()) / (true.var() - noise.mean())
+        assert told[f"eval/truth_explained_var_tenth_{k}"] == pytest.approx(1 - left)
+
+    # bins: an action belongs to as many as there are ends at or below its value
+    v, r, *_ = np.array([*itertools.chain(*tenths.values())]).T
+    ends = sorted(v)[-(-len(v) // 10) :: -(-len(v) // 10)]
+    bins = np.array([sum(end <= x for end in ends) for x in v])
+    gaps = [abs((v - r)[bins == k].sum()) for k in set(bins.tolist())]
+    assert told["eval/calibration"] == pytest.approx(sum(gaps) / len(v))
+    assert len(gaps) < 10
+
+    # a constant at the mean is calibrated, and one beside it is not
+    rows.values = torch.full_like(rows.values, r.mean())
+    assert common.evaluate(rows, gamma)["eval/calibration"] == pytest.approx(0, abs=1e-6)
+    rows.values += 0.25
+    assert common.evaluate(rows, gamma)["eval/calibration"] == pytest.approx(0.25)
+
+
 def rows_of_coins(n=4000, places=3):
     """Rows whose true values are random, and returns that are right so often. Between two actions
     the return changes, as if each had a coin of its own."""

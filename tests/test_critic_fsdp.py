@@ -441,6 +441,9 @@ def test_mini_batches_are_global_complete_and_shuffled_by_seed_update_and_epoch(
     assert sum(minis, []) == list(range(13))
 
 
+PLAIN = ("eval/vf_loss", "eval/constant_loss", "eval/explained_var", "eval/auc")
+
+
 def test_evaluation_equals_plain_formulas():
     rows, gamma = random_batch(40), 0.9
     rows.values = (2 * rows.values).round() / 2  # ties count half in the AUC
@@ -458,7 +461,8 @@ def test_evaluation_equals_plain_formulas():
     errors = r - rows.values[rows.response_mask].double()
     wins = [(p > n) + 0.5 * (p == n) for n, p in itertools.product(*scores)]
     assert 0.5 in wins
-    assert {name: x for name, x in common.evaluate(rows, gamma).items() if "of_n" not in name} == {
+    found = common.evaluate(rows, gamma)
+    assert {name: x for name, x in found.items() if name in PLAIN} == {
         "eval/vf_loss": pytest.approx(float(0.5 * (errors**2).mean()), rel=1e-6),
         "eval/constant_loss": pytest.approx(float(0.5 * ((r - r.mean()) ** 2).mean()), rel=1e-6),
         "eval/explained_var": pytest.approx(float(1 - errors.var() / r.var()), rel=1e-5),

@@ -160,7 +160,7 @@ def test_an_evaluation_counts_episodes():
     for rows in (cut, whole):
         rows.returns = common.monte_carlo(rows, 0.9)
     assert common.ceiling(cut) == pytest.approx(common.ceiling(whole), nan_ok=True)
-    assert common.numbers_of(cut, 0.9) == common.numbers_of(whole, 0.9)
+    assert common.numbers_of(cut, ours) == common.numbers_of(whole, theirs)
 
 
 def test_rows_have_the_rank_of_their_episode():

@@ -758,9 +758,11 @@ def test_the_figure_shows_the_metrics(tmp_path, curves, monkeypatch):
     """It draws the log, in which null was not finite."""
     panels = panels_of(monkeypatch)
     log = log_of(tmp_path, curves)
-    write(tmp_path, judged_rows(60, 20), curves=curves)
+    rows = judged_rows(60, 20)
+    rows.values /= 8  # so that no tenth is far off
+    write(tmp_path, rows, curves=curves)
     titles = [panel.get_title(loc="left").removesuffix(" (log scale)") for panel in panels]
-    assert titles == list(curves)
+    assert titles == [*curves, *common.PLACES]
     for panel, names in zip(panels, curves.values()):
         drawn = {line.get_label(): line.get_xydata().tolist() for line in panel.lines}
         points = lambda name: [[row["step"], row[name]] for row in log if row[name]]
@@ -806,9 +808,41 @@ def test_the_page_tells_what_the_run_was(tmp_path, monkeypatch):
     assert "my rows.jsonl" not in text
 
 
+def test_the_figure_shows_what_the_critic_knows_by_place_and_by_value(tmp_path, monkeypatch):
+    """By tenths of an answer and in bins of values, with and without true values, without a log."""
+    for known in (False, True):
+        panels = panels_of(monkeypatch)
+        rows = judged_rows(60, 20)
+        rows.values /= 8  # so that no tenth is far off
+        if known:
+            rows.truth = 2 * rows.returns
+            rows.truth_noise = torch.zeros(len(rows.values))
+        text, _ = write(tmp_path, rows)
+        assert "What it knows" in text and "step by step" not in text
+        places, bins = panels
+        drawn = {line.get_label(): line.get_xydata().tolist() for line in places.lines}
+
+        rows.returns = common.monte_carlo(rows, 1.0)
+        m = common.evaluate(rows, 1.0)
+        lines = {"returns": "eval/explained_var", "true values": "eval/truth_explained_var"}
+        for words, name in [*lines.items()][: 1 + known]:
+            assert drawn.pop(words) == [[k, m[f"{name}_tenth_{k}"]] for k in range(1, 11)]
+        assert drawn == {}
+        found, right = (line.get_xydata() for line in bins.lines)
+        assert (found[:, 0] == right[:, 0]).all() and (right[:, 0] == right[:, 1]).all()
+
+        # bins of six values: as many actions as there are, and their means
+        pairs = sorted(
+            zip(*(x_T[rows.response_mask].tolist() for x_T in (rows.values, rows.returns)))
+        )
+        step = -(-len(pairs) // 10)
+        ends = [statistics.fmean(r for _, r in pairs[i : i + step]) for i in (0, 9 * step)]
+        assert [found[0, 1], found[-1, 1]] == same(ends)
+
+
 def test_without_any_points_there_are_no_curves_at_all(tmp_path):
     text, _ = write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES)
-    assert "<aside" not in text
+    assert "step by step" not in text
 
 
 def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
@@ -818,7 +852,7 @@ def test_panels_without_points_are_left_out(tmp_path, monkeypatch):
     common.replace_lines(f"{tmp_path}/metrics.jsonl", log)
     text, _ = write(tmp_path, judged_rows(6, 2), curves=ppo_loop.CURVES)
     titles = [panel.get_title(loc="left") for panel in panels]
-    assert titles == ["mean reward", "entropy of the policy"]
+    assert titles == ["mean reward", "entropy of the policy", *common.PLACES]
     assert panels[0].get_legend() is None
     assert common.INK not in text
     assert "currentColor" in text
