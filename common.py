@@ -809,7 +809,7 @@ def in_bins(v_A, r_A):
     """(3, 10) of ten bins of neighbouring values, each with as many actions if all values differ:
     sum of values, sum of returns, number of actions. Values are calibrated if both sums agree."""
     step = max(1, -(-len(v_A) // 10))
-    bin_A = torch.bucketize(v_A, v_A.sort().values[step::step], right=True)
+    bin_A = torch.bucketize(v_A, v_A.sort().values[step::step].clone(), right=True)
     columns = (v_A.double(), r_A.double(), torch.ones_like(r_A))
     return torch.stack([bin_A.bincount(x_A, 10) for x_A in columns])
 
@@ -3896,7 +3896,10 @@ def init_value_head(score, config, model_config):
     if start == "checkpoint":
         kind = f"for {config.prefix}value-head {config.value_head}"
         name = f"{config.prefix}model {config.model}"
-        raise UserError(f"{name}: holds no trained value head {kind}; give one that does")
+        raise UserError(
+            f"{name}: holds no trained value head {kind}; give one that does. A critic's --rollouts"
+            " with --eval-rollouts trains one, and tells what it is worth on the others"
+        )
 
     std = 1 / sqrt(score.in_features + 1)  # 2403.17031, and the code of 2009.01325 before it
     nn.init.normal_(score.weight, std=std, generator=torch.Generator().manual_seed(config.seed))
