@@ -5,6 +5,7 @@ python tests/real_model.py ppo       PPO with and without a critic: a quarter of
 python tests/real_model.py critic    a critic of answers to GSM8K: forty minutes an epoch
                                      (--search: which recipe, by a part of the training questions)
 python tests/real_model.py sums      a critic of the model's own answers to sums: ten minutes a run
+python tests/real_model.py long      the noise of long answers, by rows and by gradients: minutes
 python tests/real_model.py trl --python ENVIRONMENT/bin/python
                                      one batch and whole steps, next to TRL's PPO: ten minutes
 
@@ -35,6 +36,7 @@ import tyro
 from ablations import script_of, told
 from helpers import common
 from matplotlib.figure import Figure
+from transformers import AutoModelForCausalLM
 
 from ppo_loop import masked_whiten, policy_loss
 
@@ -179,6 +181,12 @@ PPO = {
         f"tests/forks/evpo.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
     ),
     "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
+    "critic from scratch, fitted": (
+        f"tests/forks/fitted.py {CRITIC} --critic.model {{model}} --critic.value-head-init mean"
+    ),
+    "OTB, 4 answers to each of 8 prompts": (
+        f"tests/forks/otb.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
+    ),
     "critic from scratch, less noise": f"{LESS_NOISE} --critic.model {{model}}",
     "the same, the actor's lambda 0.9": (f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0.9"),
     "the same, the actor's lambda 0": f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0",
@@ -328,6 +336,88 @@ def draw(panel, name, runs):
 def column(rows, name):
     """The numbers of a metric, in the rows that have it; None counts as 0."""
     return [row[name] or 0.0 for row in rows if name in row]
+
+
+# ---- The noise of long answers -------------------------------------------------------------------
+
+TOPICS = """bread rain trains glass bees chess salt whales paper clocks bridges honey volcanoes soap
+    kites coffee""".split()
+# the reward comes at the end, so all tokens of an answer have one advantage
+LONG = f"""--prompts {{out}}/prompts.jsonl --reward {ROOT}/tests/rewards.py:distinct --actor.model
+    {{model}} {NONE} --steps 1 --critic-warmup 1 --eval-every 0 --dump-rollouts --rollout-n 4
+    --max-response-length {{tokens}} --train-batch-size {len(TOPICS)}"""
+
+
+def long(out: pathlib.Path = OUT, model: pathlib.Path = MODEL, tokens: int = 256):
+    """Asks for four answers to each of 16 topics, and prints the noise of the actor's gradient by
+    baseline, over that with the mean: as rows say it, which takes tokens as uncorrelated; by
+    gradients of the output head, each token alone; and by those of whole answers."""
+    out = out / "long"
+    out.mkdir(parents=True, exist_ok=True)
+    ask = "Tell me all about {}, in many words."
+    rows = [{"prompt": [{"role": "user", "content": ask.format(topic)}]} for topic in TOPICS]
+    (out / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+    words = words_of(LONG, out=out, model=model, tokens=tokens)
+    file = make(out, "answers", 1, "ppo_loop.py", words) / "rollouts" / "step_1.jsonl"
+
+    # of each answer: its number of tokens, and their noise in three ways
+    lines = common.read_lines(file)
+    columns = {name: [] for name in ("rows", "tokens", "answers")}
+    for line, gram_RR in zip(lines, grams(lines, model)):
+        log_p_R = torch.tensor(line["log_probs"], dtype=torch.float64)
+        columns["rows"].append(float(log_p_R.expm1().square().sum()))
+        columns["tokens"].append(float(gram_RR.trace()))
+        columns["answers"].append(float(gram_RR.sum()))
+
+    score_B = torch.tensor([line["score"] for line in lines], dtype=torch.float64)
+    n_B = torch.tensor([len(line["log_probs"]) for line in lines], dtype=torch.float64)
+    noise_B = torch.tensor(columns["rows"], dtype=torch.float64)
+    group_B = score_B.view(-1, 4)
+    baselines = {
+        "mean": others(n_B, score_B),
+        "nothing": 0 * score_B,
+        "least noise": others(noise_B, score_B),
+        "group": ((group_B.sum(1, keepdim=True) - group_B) / 3).flatten(),
+    }
+    print(
+        f"{len(lines)} answers of {n_B.min():.0f} to {n_B.max():.0f} tokens, mean {n_B.mean():.0f}"
+    )
+    print("| minus | rows alone | tokens alone | whole answers |\n|---|---|---|---|")
+    for name, b_B in baselines.items():
+        cells = []
+        for x in columns.values():
+            x_B = torch.tensor(x, dtype=torch.float64)
+            mine_P, mean_P = (
+                (x_B * (score_B - b_B).square()).view(-1, 4).sum(1)
+                for b_B in (b_B, baselines["mean"])
+            )
+            ratio = mine_P.sum() / mean_P.sum()
+            error = (mine_P - ratio * mean_P).std() * len(mine_P) ** 0.5 / mean_P.sum()
+            cells.append(f"{ratio:.3f} +- {error:.3f}")
+        print(f"| {name} | {' | '.join(cells)} |")
+
+
+def others(weight_B, score_B):
+    """The weighted mean of all other answers' scores, for each answer."""
+    total_B = weight_B * score_B
+    return (total_B.sum() - total_B) / (weight_B.sum() - weight_B)
+
+
+@torch.no_grad()
+def grams(lines, model):
+    """Yields, for each row, the (R, R) dot products of its tokens' gradients of log-probs by the
+    output head: of what it reads, times those of onehot - p."""
+    lm = AutoModelForCausalLM.from_pretrained(model)
+    reads = []
+    lm.get_output_embeddings().register_forward_pre_hook(lambda _, given: reads.append(given[0]))
+    for line in lines:
+        prompt, response = line["prompt_ids"], line["response_ids"]
+        logits_TV = lm(torch.tensor([prompt + response])).logits[0]
+        behind = slice(len(prompt) - 1, len(prompt) + len(response) - 1)
+        e_RV = -logits_TV[behind].double().softmax(-1)
+        e_RV[range(len(response)), response] += 1
+        read_RD = reads.pop()[0, behind].double()
+        yield (e_RV @ e_RV.T) * (read_RD @ read_RD.T)
 
 
 # ---- A critic of answers to GSM8K ----------------------------------------------------------------
@@ -693,5 +783,5 @@ def phases(rows, names):
 
 
 if __name__ == "__main__":
-    parts = {"model": model, "ppo": ppo, "critic": critic, "sums": sums, "trl": trl}
+    parts = {"model": model, "ppo": ppo, "critic": critic, "sums": sums, "long": long, "trl": trl}
     tyro.extras.subcommand_cli_from_dict(parts)

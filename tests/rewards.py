@@ -97,6 +97,12 @@ def share_of_letters(prompt, response, answer):
     return sum(map(str.isalpha, response)) / max(len(response), 1)
 
 
+def distinct(prompt, response, answer):
+    """The share of different words among all words."""
+    words = response.split()
+    return len(set(words)) / max(1, len(words))
+
+
 def last_number(prompt, response, answer):
     """1 if the last number of the response is the answer, else 0."""
     return float(re.findall(r"\d+", response)[-1:] == [answer])

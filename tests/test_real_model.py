@@ -198,3 +198,26 @@ def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):
         command = shlex.split(line)
         succeeded(run(sys.executable, ROOT / command[1], *command[2:], cwd=tmp_path))
     assert (tmp_path / "out" / "scored" / "scored.jsonl").exists()
+
+
+def test_the_noise_of_long_answers_is_told_in_three_ways(tiny, tmp_path, capsys, monkeypatch):
+    """Of answers of one token, whole answers are their tokens; of longer ones they are not. Without
+    a baseline, the first column is that of noise_by_baseline."""
+    reward = tmp_path / "mine.py"
+    reward.write_text("def distinct(prompt, response, answer):\n    return len({*response}) / 10\n")
+    flags = real_model.LONG.replace(f"{ROOT}/tests/rewards.py", str(reward))
+    monkeypatch.setattr(real_model, "LONG", flags)
+    told = {}
+    for tokens in (1, 12):
+        real_model.long(tmp_path / str(tokens), tiny, tokens)
+        said = capsys.readouterr().out
+        rows = re.findall(r"^\| (\w[\w ]*) \| (\S+) \S+ \S+ \| (\S+) \S+ \S+ \| (\S+)", said, re.M)
+        told[tokens] = {name: tuple(map(float, cells)) for name, *cells in rows}
+    assert [*told[12]] == ["mean", "nothing", "least noise", "group"]
+    assert all(alone == whole for _, alone, whole in told[1].values())
+    assert any(alone != whole for _, alone, whole in told[12].values())
+
+    file = tmp_path / "12" / "long" / "answers, 1" / "rollouts" / "step_1.jsonl"
+    noise = common.noise_by_baseline(common.read_rows(str(file), None), 1.0)
+    for name, (of_rows, *_) in told[12].items():
+        assert of_rows == pytest.approx(noise[name][0], abs=2e-3)
