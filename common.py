@@ -4457,6 +4457,10 @@ SAVED = (
     "For equal noise, an update with this critic needs {critic:.2f} times the answers that it needs"
     " minus the mean; with the mean of least noise, which is free, {least:.2f} times."
 )
+NO_LOG_PROBS = (
+    "noise      whether a critic pays is told of rows with log_probs, those of each token of the"
+    " response when the policy drew it"
+)
 WORSE = (
     "On these rows the critic is worse than a constant: its loss is {:.4f}, that of their mean"
     " return {:.4f}. A head that began with random weights may need more updates: train longer, or"
@@ -4660,7 +4664,10 @@ def noise_by_baseline(rows, gamma):
 def tell_noise(rows, gamma):
     """Prints noise_by_baseline -> {name: (its number as text, what it is)}. Of rows without
     log-probs, or whose returns do not differ, nothing is known."""
-    noise = noise_by_baseline(rows, gamma) if rows.rollout_log_probs is not None else {}
+    if rows.rollout_log_probs is None:
+        print0(NO_LOG_PROBS)
+        return {}
+    noise = noise_by_baseline(rows, gamma)
     if not BASELINES.keys() - {"group"} <= noise.keys():
         return {}
     print0("noise      of the actor's gradient, by what is subtracted from its returns")

@@ -237,7 +237,8 @@ class Run:
     lam_policy: Fraction | None = None
     # what gamma and both lambdas count: tokens, or turns, all of whose tokens get one advantage
     gae_level: Literal["token", "turn"] = "token"
-    # scale advantages over the global batch, around their mean or around the one with least noise
+    # scale advantages over the global batch, around their mean or around the one with least noise,
+    # whose weights OTB (2602.07078) has within each prompt
     whiten: Literal["mean", "noise", "none"] = "mean"
     # truncated rows bootstrap from the value of their last action
     bootstrap_truncated: bool = False

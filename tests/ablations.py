@@ -41,6 +41,9 @@ PPO = {
     "OTB, 4 answers to each of 64 prompts": (
         f"tests/forks/otb.py {ZERO} --train-batch-size 64 --rollout-n 4"
     ),
+    "OTB, 8 answers to each of 32 prompts": (
+        f"tests/forks/otb.py {ZERO} --train-batch-size 32 --rollout-n 8"
+    ),
     "a critic of least noise": (
         "--critic.value-head-init mean --critic.value-weights noise --whiten noise"
     ),

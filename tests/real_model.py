@@ -348,13 +348,13 @@ LONG = f"""--prompts {{out}}/prompts.jsonl --reward {ROOT}/tests/rewards.py:dist
     --max-response-length {{tokens}} --train-batch-size {len(TOPICS)}"""
 
 
-def long(out: pathlib.Path = OUT, model: pathlib.Path = MODEL, tokens: int = 256):
+def long(out: pathlib.Path = OUT, model: pathlib.Path = MODEL, tokens: int = 320):
     """Asks for four answers to each of 16 topics, and prints the noise of the actor's gradient by
     baseline, over that with the mean: as rows say it, which takes tokens as uncorrelated; by
     gradients of the output head, each token alone; and by those of whole answers."""
     out = out / "long"
     out.mkdir(parents=True, exist_ok=True)
-    ask = "Tell me all about {}, in many words."
+    ask = "Write an essay of many paragraphs about {}."
     rows = [{"prompt": [{"role": "user", "content": ask.format(topic)}]} for topic in TOPICS]
     (out / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
     words = words_of(LONG, out=out, model=model, tokens=tokens)

@@ -1324,7 +1324,7 @@ def test_tenths_and_bins_equal_plain_loops():
     assert told["eval/calibration"] == pytest.approx(sum(gaps) / len(v))
     assert len(gaps) < 10
 
-    # a constant at the mean is calibrated, and one beside it is not
+    # a constant at the mean is calibrated, and another one is not
     rows.values = torch.full_like(rows.values, r.mean())
     assert common.evaluate(rows, gamma)["eval/calibration"] == pytest.approx(0, abs=1e-6)
     rows.values += 0.25

@@ -85,7 +85,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
-    kinds += " nano paper class"
+    kinds += " nano paper class pay"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -595,10 +595,45 @@ def test_the_loops_critic_helps_to_answer_held_out_prompts(copy, ppo):
     assert len(common.read_lines(copy / "out" / "searched" / "searched.jsonl")) == 446
 
 
+def noise_told(text):
+    """[(baseline, what it is, its noise, standard error)] of a printed table."""
+    lines = re.findall(r"^  (\d\.\d{3}) \+- (\d\.\d{3})  (.{11})  (.*)$", text, flags=re.M)
+    return [(name.strip(), words, float(x), float(error)) for x, error, name, words in lines]
+
+
+@pytest.mark.slow
+def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
+    """The page's table, within three standard errors on another CPU, and what is said of it."""
+    for line in [line for kind, line in COMMANDS if kind == "pay"]:
+        said = succeeded(ended(started(line, copy)))
+    page = noise_told(PAGES["truth.md"])
+    assert len(page) == 6
+    assert noise_told(said) == [
+        (name, words, pytest.approx(x, abs=max(0.01, 3 * error)), pytest.approx(error, rel=0.5))
+        for name, words, x, error in page
+    ]
+    noise = {name: x for name, _, x, _ in noise_told(said)}
+
+    # verl's dumps say the same, if log-probs are added to them
+    rows = common.read_lines(copy / "out" / "grpo" / "rollouts" / "step_2.jsonl")
+    for row in rows:
+        row |= {"input": row.pop("prompt_text"), "output": row.pop("response_text")}
+    kept = ("input", "output", "score", "log_probs")
+    dump = [{key: row[key] for key in kept} for row in rows]
+    common.replace_lines(f"{copy}/out/verl/7.jsonl", dump)
+    flags = "--score out/verl --model out/pays/hf --out-dir out/scored_verl --prompt-key input"
+    flags = [*flags.split(), "--response-key", "output", "--reward-key", "score"]
+    again = succeeded(run(sys.executable, "critic_fsdp.py", *flags, cwd=copy))
+    assert noise_told(again) == noise_told(said)
+
+    assert noise["group"] > 1.2 and 0.9 < noise["critic"] < 1.15
+    assert noise["fitted"] < noise["least noise"] + 0.05 < 1.05
+
+
 @pytest.mark.slow
 def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
-    [first, export, meter] = [line for kind, line in COMMANDS if kind == "truth"]
+    [meter, first, export] = [line for kind, line in COMMANDS if kind == "truth"]
     said_of_ppo = succeeded(ended(ppo))
     steps = str(STEPS[rf"{LONGEST}$"])
     saved = succeeded(ended(started(re.sub(r"(step_|--steps )60", rf"\g<1>{steps}", export), copy)))
@@ -612,10 +647,9 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
         told.append(re.search(rf"^\| out/{folder}/critic_hf (\|.*)$", said, flags=re.M)[1])
     assert told[0] == told[1]
 
-    # the run has ended with the page's table of noise
-    noise = r"^  \d\.\d{3} \+- \d\.\d{3}  (.{11})  (.*)$"
-    table = re.findall(noise, PAGES["truth.md"], flags=re.M)
-    assert len(table) == 5 and re.findall(noise, said_of_ppo, flags=re.M) == table
+    # the run has ended with the page's table of noise, but for the mean of several answers
+    names = [name for name, *_ in noise_told(PAGES["truth.md"]) if name != "group"]
+    assert [name for name, *_ in noise_told(said_of_ppo)] == names
 
     # the true values are there
     meter = meter.replace("tests/noise.py", str(ROOT / "tests" / "noise.py"))

@@ -2,9 +2,12 @@
 
 import json
 import math
+import re
 import statistics
 
 import board
+import notes
+import pays
 import pytest
 import recipes
 from helpers import ROOT, common
@@ -54,6 +57,18 @@ def test_the_board_prints_a_line_to_paste(tmp_path, monkeypatch, capfd):
     later, explained, flatness, what, *_ = line.strip("| ").split(" | ")
     assert what == "--steps 3 --lr 1e-4" and all(abs(float(x)) < 0.1 for x in (later, explained))
     assert 0 <= float(flatness) < 0.1
+
+
+@pytest.mark.slow  # half a minute
+def test_the_rows_of_a_policy_say_whether_a_critic_pays(tmp_path, monkeypatch, capfd):
+    """Of 8 prompts in each half, after a short training. Rows of notes are parts of episodes."""
+    monkeypatch.setattr(notes, "STEPS", 4)
+    monkeypatch.setitem(pays.FIT, "notes", "--steps 2")
+    pays.pays("notes", tmp_path, prompts=8)
+    said = capfd.readouterr().out
+    tables = re.findall(r"^  \d\.\d{3} \+- \d\.\d{3}  (\w+)", said, flags=re.M)
+    assert tables == 2 * ["nothing", "mean", "least", "group", "critic", "fitted"]
+    assert " of 32 episodes of " in said and " held-out rows, " in said
 
 
 @pytest.mark.slow  # half a minute

@@ -587,6 +587,7 @@ def test_the_noise_by_baseline_is_on_the_page_and_in_the_line(tmp_path, capsys):
         said = capsys.readouterr().out
         found = {x.removeprefix("noise, "): y for x, y in numbers.items() if "noise, " in x}
         assert bool(found) == known == ("of the actor's gradient" in said)
+        assert ("told of rows with log_probs" in said) == (some.rollout_log_probs is None)
         if known:
             told = common.noise_by_baseline(rows, 1.0)
             assert found == {x: f"{y:.3f} +- {error:.3f}" for x, (y, error) in told.items()}
