@@ -1,4 +1,4 @@
-"""A baseline that cannot hurt: the critic's values as far as they leave less noise.
+"""A baseline of least noise: the critic's values as far as they leave less of it.
 
     python tests/forks/fitted.py --out-dir out/fitted
 
@@ -7,7 +7,8 @@ is a least-squares fit of the returns with the weights of --whiten noise, a cont
 Greensmith, Bartlett and Baxter (2004). beta_1 is near 0 for a critic that knows nothing, and near 1
 for one that foresees what the actor cannot change. It is fitted to earlier steps, each of which
 counts 0.9 times the one after it, so no answer is in its own baseline; only the first step is
-fitted to itself, also of a run that goes on. More flags are those of ppo_loop.py.
+fitted to itself, also of a run that goes on. It is for batches of hundreds of answers: of eight, a
+pretrained critic as it is earned more (tests/RESULTS.md). More flags are those of ppo_loop.py.
 """
 
 import fork
