@@ -455,8 +455,8 @@ def check_start(out):
     numbers = [re.findall(line, text, flags=re.M)[-1] for text in (README, out)]
     shown, found = (list(map(float, some)) for some in numbers)
     assert shown == pytest.approx(found, abs=0.05)
-    words = f"explain {shown[1]} of it. Of the variance of the true values themselves, the critic"
-    assert f"{words} explains {100 * shown[0]:.0f} %" in README.replace("\n", " ")
+    words = f"explain {shown[1]} of it. Of their own variance, the critic explains"
+    assert f"{words} {100 * shown[0]:.0f} %" in README.replace("\n", " ")
 
 
 def check_pictures(copy):
