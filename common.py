@@ -790,7 +790,7 @@ def evaluate(rows, gamma):
 
 def by_tenth(rows, target_T, noise_T, name):
     """{name and the tenth of an answer, 1 to 10: explained variance of this column there, where it
-    is known}. Towards the end of an answer there is more to know. noise_T: see
+    is known and differs}. Towards the end of an answer there is more to know. noise_T: see
     explained_variance."""
     first_B = rows.actions.cumsum(0) - rows.actions
     place_T = rows.response_mask.cumsum(0) - 1 - first_B[rows.row_of_token]
@@ -801,7 +801,8 @@ def by_tenth(rows, target_T, noise_T, name):
         here_T = rows.response_mask & target_T.isfinite() & (tenth_T == k)
         v_A, x_A, noise_A = (x_T[here_T].double() for x_T in (rows.values, target_T, noise_T))
         x = explained_variance(v_A, x_A, noise=float(noise_A.mean()))
-        found[f"{name}_tenth_{k + 1}"] = x
+        if not isnan(x):
+            found[f"{name}_tenth_{k + 1}"] = x
     return found
 
 
