@@ -202,7 +202,7 @@ class Job:
 
     def succeeds(self):
         """Asserts that all ranks succeed -> the standard output of rank 0."""
-        assert not any(self.wait()), self
+        assert not any(self.wait()), str(self)
         return self.text(0)[0]
 
     def ends_with(self, pattern):
@@ -382,7 +382,7 @@ def kill_at(script, out, name):
     seen = set(out.glob(name))
     job = Job(script, out, "--resume", "auto", slow=0.2)
     until(lambda: job.poll() or set(out.glob(name)) - seen, name)
-    assert not job.poll(), job
+    assert not job.poll(), str(job)
     job.send(signal.SIGKILL)
     job.wait()
 
@@ -535,10 +535,10 @@ def stopped(script, number):
     until(lambda: len(updates_of(out)) >= 3, "a step")
     before = updates_of(out)[-1]
     job.send(number, ranks)
-    assert set(job.wait(60)) <= {status, -signal.SIGTERM} and job.codes[0] == status, job
+    assert set(job.wait(60)) <= {status, -signal.SIGTERM} and job.codes[0] == status, str(job)
     (saved,) = steps_of(out)
     assert saved <= before + 2, (saved, before)
-    assert f"stopped after step {saved} of {out}; continue with" in job.text(0)[0], job
+    assert f"stopped after step {saved} of {out}; continue with" in job.text(0)[0], str(job)
     Job(script, out, "--resume", "auto").succeeds()
     assert_same_end(out, script, absent=range(1, saved))  # because of --save-every 0
     return 1, f"{'to one rank: ' if ranks else ''}saved, exit {status}; the same end"
@@ -565,7 +565,7 @@ def phases(script, short):
             start = time.monotonic()
             alone = phase in ("rollout", "reward", "evaluation")  # no communication, so all get it
             job.send(signal.SIGTERM, None if alone else [ranks - 1])
-            assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, job
+            assert set(job.wait(60)) <= {143, -signal.SIGTERM} and job.codes[0] == 143, str(job)
             longest = max(longest, time.monotonic() - start)
             assert steps_of(out) == [saved], (phase, job)
             said = Job(script, out, "--resume", "auto", ranks=ranks).succeeds()
@@ -742,7 +742,7 @@ def reference(script, short):
     assert "step 3/3" in Job(script, out, *flags, "--steps", 3).succeeds()
     for flag, model in (("--actor.model", out / "hf"), ("--critic.model", out / "critic_hf")):
         job = Job(script, out, flag, model)
-        assert job.wait() == [2], job
+        assert job.wait() == [2], str(job)
         said = re.sub(r"[\s│]+", " ", job.text(0)[1])  # a box of tyro's
         assert "the run would replace a model there that it loads" in said, said
     return 3, "one line, exit 2"

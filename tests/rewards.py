@@ -142,11 +142,14 @@ def judge_that_goes_down(prompt, response, answer):
 
 
 def judge_that_fails_more_and_more(prompt, response, answer):
-    """right_digits, but after n calls it fails on n % of the answers; the file JUDGE counts."""
+    """right_digits, but after n calls it fails on about n / 2 % of them; the file JUDGE counts.
+
+    Neighbours in this order of calls fail and succeed by turns (61 steps around a circle of 100),
+    so that no step of eight answers fails as a whole, which would end the run."""
     with open(os.environ["JUDGE"], "ab") as file:
         file.write(b"x")
         n = file.tell()
-    if zlib.crc32(f"{prompt}{response}{n}".encode()) % 100 < n:
+    if n * 61 % 100 < n / 2:
         raise ConnectionError("the judge is busy")
     return right_digits(prompt, response, answer)
 
