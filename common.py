@@ -1835,7 +1835,7 @@ def parse_rollout(row, keys):
 
 # keys with a number for each token or turn of a response
 PER_TOKEN = ("rewards", "response_mask", "values", "log_probs", "truth", "truth_noise")
-SHAPES = {  # a key that tells rows of other tools -> what in tests/shapes.py makes them ours
+SHAPES = {  # a key that tells rows of other tools -> what in tests/rows/shapes.py makes them ours
     "conversations": "sharegpt",
     "completion_ids": "prime_rl",
     "token_ids": "nemo_rl",
@@ -1859,7 +1859,7 @@ def fault_of_row(error, row):
         text += f" (null counts as none: {', '.join(empty)})"
     text += f"; its keys are {', '.join(row):.200}"
     for key in SHAPES.keys() & row.keys():
-        text += f"; with {key!r}, --rows tests/shapes.py:{SHAPES[key]} may read it"
+        text += f"; with {key!r}, --rows tests/rows/shapes.py:{SHAPES[key]} may read it"
     return text
 
 
@@ -1952,7 +1952,7 @@ def encode_rollout(rollout, row, tokenizer, ends, hint_key, chat, reads_images, 
     spans = [(rollout.response or "", True)]
     if isinstance(rollout.response, list):
         if len(rollout.response_mask or []) != len(rollout.response):
-            words = "for labels of steps, give --rows tests/shapes.py:steps"
+            words = "for labels of steps, give --rows tests/rows/shapes.py:steps"
             raise UserError(f"response: a list of texts needs a response_mask; {words}")
         spans = list(zip(rollout.response, rollout.response_mask))
         rollout.response_mask = None

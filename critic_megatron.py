@@ -175,7 +175,7 @@ class Run:
     eval_rollouts: Files | None = None  # to evaluate on (None: no evaluation; the toy has its own)
     # no training: writes these rows with values to out_dir/scored.jsonl
     score: Files | None = None
-    # FILE.py:FUNCTION(row) -> a row with our keys, or a list of them; see tests/shapes.py
+    # FILE.py:FUNCTION(row) -> a row with our keys, or a list of them; see tests/rows/shapes.py
     rows: Text | None = None
     prompt_key: Text | None = None  # key of text or chat messages (None: prompt, messages, ...)
     # key of the response; a.b is key b within key a, here and below

@@ -3101,7 +3101,9 @@ def plan_of(function):
     signature = inspect.signature(function)
     parameters = signature.parameters.values()
     if {"solution_str", "queries", "completions"} & signature.parameters.keys():
-        raise ValueError("made for verl, OpenRLHF or TRL: tests/rewards.py has an adapter for it")
+        raise ValueError(
+            "made for verl, OpenRLHF or TRL: see the adapters in tests/loop/rewards.py"
+        )
 
     # with *parameters, or some without a name, the first three are given by position
     by_place = []

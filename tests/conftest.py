@@ -13,19 +13,19 @@ os.environ["OMP_NUM_THREADS"] = "1"
 # tests compare what a CPU computes; of a GPU see test_device.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
-import pytest  # noqa: E402
-from forked import SCENARIOS  # noqa: E402  # imports torch
-from helpers import begin_scenarios, needs  # noqa: E402
+import pytest
+from forked import SCENARIOS  # imports torch
+from helpers import begin_scenarios, needs
 
-import common  # noqa: E402
-import ppo_loop  # noqa: E402
+import common
+import ppo_loop
 
 # without megatron-core, files that test both critics can still be read; what needs it is skipped
 NO_MEGATRON = importlib.util.find_spec("megatron") is None
 if NO_MEGATRON:
     absent = {"__name__": "critic_megatron", "Config": lambda **_: None}
     sys.modules["critic_megatron"] = types.SimpleNamespace(**absent)
-    collect_ignore = ["test_critic_megatron.py", "test_megatron_layouts.py"]
+    collect_ignore = ["critic/test_critic_megatron.py", "critic/test_megatron_layouts.py"]
 
 # a rank without images, or without tokens for an expert, which FSDP2 can do since torch 2.13
 SKIPPED_WEIGHTS = (

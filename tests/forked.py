@@ -34,6 +34,7 @@ import typing
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 
+import rooms  # noqa: F401  # finds modules of all rooms
 import pydantic.type_adapter
 import pydantic.types  # noqa: F401
 import torch
@@ -64,7 +65,7 @@ class Scenario(typing.NamedTuple):
     slow: bool  # of the ring that pytest -m slow runs
 
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+HERE = os.path.dirname(os.path.abspath(__file__)) + "/"
 STORES = {}  # pid -> the store where it finds the other ranks: as long as this process lives
 NUMBERS = {}  # of this rank, as torchrun tells them
 SCENARIOS = {}  # file of tests/ -> its scenarios
@@ -197,7 +198,6 @@ def play(file, names, folder, out):
     """Runs scenarios of a file on this rank, one after another; each leaves a file NAME.ok."""
     print_to(out)
     os.chdir(folder)
-    sys.path.append(os.path.join(os.path.dirname(__file__), "forks"))
     importlib.import_module(file)
     chosen = {one.name: one for one in SCENARIOS[file]}
 
@@ -224,7 +224,7 @@ def play_here(file, names, folder, out):
         return f"{names} failed"
     finally:
         for name in set(sys.modules) - known:
-            if os.path.dirname(getattr(sys.modules[name], "__file__", None) or "") == HERE:
+            if (getattr(sys.modules[name], "__file__", None) or "").startswith(HERE):
                 del sys.modules[name]
 
 

@@ -27,10 +27,8 @@ from safetensors import safe_open
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
 SHARED = ROOT.parent / "shared"  # development data next to the repository, see its README
-sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "forks")]
-
-import common  # noqa: E402
-import critic_fsdp  # noqa: E402
+import common
+import critic_fsdp
 
 # of a rank: inside that of the process that forks
 SCRATCH = tempfile.TemporaryDirectory(dir=os.environ.get("SCRATCH"), ignore_cleanup_errors=True)
@@ -56,7 +54,7 @@ def torchrun(ranks, *command, timeout=600, cwd=None, **env):
 @functools.cache
 def verl():
     """What verl 0.6.1 computed, see verl_0.6.1.md: nested dicts of tensors and numbers."""
-    with safe_open(ROOT / "tests" / "verl_0.6.1.safetensors", "pt") as file:
+    with safe_open(ROOT / "tests" / "critic" / "verl_0.6.1.safetensors", "pt") as file:
         found = json.loads(file.metadata()["numbers"])
         for key in file.keys():
             *path, name = key.split("/")

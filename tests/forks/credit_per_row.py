@@ -3,8 +3,8 @@
     python tests/forks/credit_per_row.py --environment FILE.py:FUNCTION ...
 
 What the policy writes in a row earns the rewards of that row, and nothing of what comes of it in
-later ones. This is for comparison: see `python tests/ablations.py --task notes`. More flags are
-those of ppo_loop.py.
+later ones. This is for comparison: see `python tests/experiments/ablations.py --task notes`. More
+flags are those of ppo_loop.py.
 """
 
 from dataclasses import replace

@@ -8,7 +8,8 @@ Greensmith, Bartlett and Baxter (2004). beta_1 is near 0 for a critic that knows
 for one that foresees what the actor cannot change. It is fitted to earlier steps, each of which
 counts 0.9 times the one after it, so no answer is in its own baseline; only the first step is
 fitted to itself, also of a run that goes on. It is for batches of hundreds of answers: of eight, a
-pretrained critic as it is earned more (tests/RESULTS.md). More flags are those of ppo_loop.py.
+pretrained critic as it is earned more (tests/experiments/RESULTS.md). More flags are those of
+ppo_loop.py.
 """
 
 import fork

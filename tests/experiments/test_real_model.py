@@ -1,0 +1,223 @@
+"""real_model.py on a tiny model: its prompts, runs that go on, its tables, what it says of TRL."""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+import real_model
+import rewards
+import torch
+from helpers import ROOT, common, run, succeeded
+from transformers import AutoModelForCausalLM
+
+from ppo_loop import ActorConfig
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A folder with a tiny model whose tokenizer has a chat template; runs are forks."""
+    whole = subprocess.run
+
+    def forked(command, **options):
+        if command[0] != sys.executable:
+            return whole(command, **options)
+        return succeeded(run(*command))
+
+    monkeypatch.setattr(subprocess, "run", forked)
+    tokenizer, config = common.load_config(ActorConfig())
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}={% endfor %}"
+    model, _ = common.load_model(AutoModelForCausalLM, ActorConfig(), config, 0)
+    for part in (model, tokenizer):
+        part.save_pretrained(tmp_path / "tiny")
+    return tmp_path / "tiny"
+
+
+@pytest.mark.parametrize("row_of", [real_model.line_of, real_model.chat_of])
+def test_sums_are_right_and_held_out_ones_are_others(row_of, tmp_path):
+    real_model.write_sums(tmp_path, row_of)
+    sums = []
+    for name in ("prompts", "held_out"):
+        for row in map(json.loads, open(tmp_path / f"{name}.jsonl")):
+            a, b = map(int, re.findall(r"(\d+) \+ (\d+)", str(row["prompt"]))[-1])
+            assert 10 <= a < 100 and 10 <= b < 100 and row["answer"] == str(a + b)
+            sums.append((a, b))
+
+    assert len(set(sums)) == len(sums) == sum(real_model.SUMS)
+    said = {"3 + 4 = 7": 1, "7.": 1, "7 + 1": 0, "77": 0, "": 0}
+    assert {text: rewards.last_number("", text, "7") for text in said} == said
+
+
+def test_a_run_of_ppo_is_made_once_and_its_answers_count(tiny, tmp_path, monkeypatch, capsys):
+    """8 steps: no critic makes 8; a pretrained one 7, after answers that count as the first."""
+    names = ("no critic: minus the batch's mean", "pretrained critic")
+    recipes = {name: real_model.PPO[name] for name in names}
+    monkeypatch.setattr(real_model, "PPO", recipes)
+    monkeypatch.setattr(real_model, "SUMS", (40, 4))
+    monkeypatch.setattr(real_model, "ANSWERS", 4)
+    real_model.ppo(tmp_path, tiny, seeds=1, steps=8)
+    table = capsys.readouterr().out
+    assert re.findall(r"^\| (.+?) \| 0.000 \| 0.000 \| 0.000 \|", table, flags=re.M) == [*recipes]
+
+    # nothing is repeated, and no weights are left
+    results = (tmp_path / "ppo" / "results.jsonl").read_text()
+    real_model.ppo(tmp_path, tiny, seeds=1, steps=8)
+    assert (tmp_path / "ppo" / "results.jsonl").read_text() == results
+    assert re.findall(r"^\|.*", capsys.readouterr().out, re.M) == re.findall(r"^\|.*", table, re.M)
+    left = {path.parent.name for path in (tmp_path / "ppo").rglob("*.safetensors")}
+    assert left == {"hf"}  # of the pretrained critic
+    steps = {}
+    for line in map(json.loads, results.splitlines()):
+        steps[line["run"]] = sum("reward/mean" in row for row in line["metrics"])
+    none, own = recipes
+    assert steps == {none: 8, own: 7, f"{own}: its answers": 1, f"{own}: its start": 0}
+
+
+def test_critics_are_judged_by_other_questions(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(real_model, "BATCH", 128)
+    lines = common.toy_rows(256, 0)
+    for name in ("train", "eval"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
+    recipe = "20 of 30 layers frozen, rate 2e-5"
+    real_model.critic(tmp_path, tiny, tmp_path, epochs=1, recipes=(recipe,), search=True)
+
+    questions = [
+        {json.loads(line)["prompt"] for line in open(tmp_path / "search" / f"{name}.jsonl")}
+        for name in ("fit", "judge")
+    ]
+    assert all(questions) and not questions[0] & questions[1]
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {recipe}")]
+    none = " -- | -- | -- | -- |"  # a search does not choose
+    assert len(rows) == 2 and all(row.endswith(none) for row in rows)
+    assert all("--" not in row.removesuffix(none) for row in rows)
+
+
+def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
+    tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr(real_model, "SUMS", (40, 4))
+    monkeypatch.setattr(real_model, "BATCH", 20)
+    recipe = "20 of 30 layers frozen, rate 2e-5"
+    bins = "20 layers frozen, bins (HL-Gauss)"
+    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=(recipe, bins))
+    rows = {}
+    for name in ("train", "eval"):
+        lines = map(json.loads, open(tmp_path / "sums" / f"{name}.jsonl"))
+        rows[name] = [line["prompt_text"] for line in lines]
+
+    assert len(set(rows["train"])) == len(rows["train"]) == 40
+    assert len(rows["eval"]) == 16 and len(set(rows["eval"])) == 4
+    assert not set(rows["train"]) & set(rows["eval"])
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 20")]
+    assert [bins in row for row in rows] == [False, False, True, True]
+    for before, after in zip(rows[::2], rows[1::2]):
+        assert before.endswith(" -- | -- | -- | -- |")
+        assert after.endswith(" 0.000 | 0.000 | nan | nan |")  # no answer is right
+
+
+def test_the_answer_with_most_votes_is_chosen_and_pairs_are_counted():
+    rows = [
+        dict(said=s, reward=r, v=v) for s, r, v in (("7", 1, 0.9), ("8", 0, 0.4), ("8", 0, 0.4))
+    ]
+    assert real_model.elected([rows], lambda row: 1) == 0
+    assert real_model.elected([rows], lambda row: row["v"]) == 1
+    assert real_model.elected([rows[:2]], lambda row: 1) == 0.5
+    assert real_model.in_order([rows], lambda row: row["v"]) == 1
+    assert real_model.in_order([rows], lambda row: -row["v"]) == 0
+    assert real_model.in_order([rows], lambda row: 1) == 0.5
+
+
+def test_a_batch_of_trl_is_compared_place_by_place(capsys):
+    """Padded formulas, written out here in float64: the first response ends early, and has a place
+    behind its end; the second fills its length."""
+    start, width = 2, 4
+    x = lambda: torch.randn(2, width, dtype=torch.float64)
+    last = torch.tensor([1, 3])
+    acted = torch.arange(width) <= last[:, None]
+    placed = torch.arange(width) <= last[:, None] + 1
+    values, old, new, vpred = x() * placed, x(), x(), x()
+    rewards_BR = torch.tensor([[0, 0, 1, 0], [0, 0, 0, -1.0]])
+
+    advantages = torch.zeros(2, width, dtype=torch.float64)
+    for t in reversed(range(width)):
+        later = t + 1 < width
+        value = values[:, t + 1] if later else 0
+        kept = advantages[:, t + 1] if later else 0
+        advantages[:, t] = rewards_BR[:, t] + value - values[:, t] + 0.95 * kept
+    returns = advantages + values
+    of = advantages[acted]
+    whitened = (advantages - of.mean()) / (of.var() + 1e-8).sqrt()
+    clipped = values + (vpred - values).clamp(-0.2, 0.2)
+    value_loss = torch.maximum((vpred - returns) ** 2, (clipped - returns) ** 2)[placed].mean() / 2
+    ratio = (new - old).exp()
+    policy = torch.maximum(-whitened * ratio, -whitened * ratio.clamp(0.8, 1.2))[acted].mean()
+
+    losses = dict(new_logprobs=new[[1, 0]].float(), vpred=vpred[[1, 0]].float(), vf_loss=value_loss)
+    losses |= dict(micro_batch_inds=torch.tensor([1, 0]), pg_loss=policy)
+    first = dict(context=start, query_responses=torch.arange(12).view(2, 6), values=values.float())
+    first |= dict(padding_mask=~acted, padding_mask_p1=~placed, logprobs=old.float())
+    first |= dict(rewards=rewards_BR, advantages=advantages.float(), returns=returns.float())
+    first |= dict(whitened=whitened.float(), losses=[losses], sequence_lengths=last)
+    first |= dict(scores=torch.tensor([1.0, -1.0]))
+
+    real_model.compare(first)
+    differences = re.findall(r"\| (\S+e-\d+|0.0e\+00) \|$", capsys.readouterr().out, flags=re.M)
+    assert len(differences) == 5 and all(float(x) < 2e-6 for x in differences), differences
+    real_model.compare_places(first)
+    assert "which 1 of 2 rows have" in capsys.readouterr().out
+
+
+def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):
+    """Every command of the page, one after another: each finds what the one before has written."""
+    page = (ROOT / "tests" / "lessons" / "afternoon.md").read_text()
+    blocks = re.findall(r"^```bash gpu\n(.*?)^```", page, flags=re.M | re.S)
+    lines = "".join(blocks).replace("\\\n    ", "").replace(".venv/bin/", "").splitlines()
+    assert len(lines) == 6 and "Qwen/Qwen2.5-1.5B-Instruct" in lines[-1]
+
+    # sums as GSM8K writes them
+    for name, held_out in (("train", False), ("test", True)):
+        rows = [json.loads(line) for line in common.toy_rows(64, 0, held_out)]
+        rows = [{"question": row["prompt"], "answer": "#### 7"} for row in rows]
+        common.replace_lines(f"{tmp_path}/{name}.jsonl", rows)
+
+    smaller = {
+        "Qwen/Qwen2.5-1.5B-Instruct": str(tiny), "--rollout vllm": "",
+        "--max-response-length 512": "--max-response-length 8", "--rollout-n 8": "--rollout-n 2",
+        "--train-batch-size 1024": "--train-batch-size 16",
+        "--train-batch-size 256": "--train-batch-size 16",
+        "--steps 64 --eval-every 16": "--steps 1", "--steps 60": "--steps 1",
+        "--ppo-max-token-len-per-gpu auto": "--ppo-max-token-len-per-gpu 4096",
+    }  # fmt: skip
+    for line in lines[1:]:  # the first is the README's
+        for words, few in smaller.items():
+            line = line.replace(words, few)
+        command = shlex.split(line)
+        succeeded(run(sys.executable, ROOT / command[1], *command[2:], cwd=tmp_path))
+    assert (tmp_path / "out" / "scored" / "scored.jsonl").exists()
+
+
+def test_the_noise_of_long_answers_is_told_in_three_ways(tiny, tmp_path, capsys, monkeypatch):
+    """Of answers of one token, whole answers are their tokens; of longer ones they are not. Without
+    a baseline, the first column is that of noise_by_baseline."""
+    reward = tmp_path / "mine.py"
+    reward.write_text("def distinct(prompt, response, answer):\n    return len({*response}) / 10\n")
+    flags = real_model.LONG.replace(f"{ROOT}/tests/loop/rewards.py", str(reward))
+    monkeypatch.setattr(real_model, "LONG", flags)
+    told = {}
+    for tokens in (1, 12):
+        real_model.long(tmp_path / str(tokens), tiny, tokens)
+        said = capsys.readouterr().out
+        rows = re.findall(r"^\| (\w[\w ]*) \| (\S+) \S+ \S+ \| (\S+) \S+ \S+ \| (\S+)", said, re.M)
+        told[tokens] = {name: tuple(map(float, cells)) for name, *cells in rows}
+    assert [*told[12]] == ["mean", "nothing", "least noise", "group"]
+    assert all(alone == whole for _, alone, whole in told[1].values())
+    assert any(alone != whole for _, alone, whole in told[12].values())
+
+    file = tmp_path / "12" / "long" / "answers, 1" / "rollouts" / "step_1.jsonl"
+    noise = common.noise_by_baseline(common.read_rows(str(file), None), 1.0)
+    for name, (of_rows, *_) in told[12].items():
+        assert of_rows == pytest.approx(noise[name][0], abs=2e-3)

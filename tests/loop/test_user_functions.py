@@ -1,0 +1,821 @@
+"""Rewards and environments of the user: their processes, faults, time-outs, what they return."""
+
+import collections
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import pathlib
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from concurrent import futures
+
+import pebble
+import pytest
+import torch
+from helpers import ROOT, refused
+
+import common
+import ppo_loop
+from common import UserError
+from ppo_loop import Prompt, Reply
+
+FUNCTIONS = """
+import contextlib, os, signal, sys, time
+
+def odd(prompt, response, answer, turns):
+    if prompt == "spins":  # it catches everything and switches alarms off
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        while True:
+            with contextlib.suppress(BaseException):
+                sum(range(1000))
+    return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
+            "dies": lambda: os._exit(3), "sleeps": lambda: time.sleep(30),
+            "closes": lambda: os.closerange(3, 100),
+            "program": lambda: os.system("sleep 30"), "pid": os.getpid,
+            "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
+            "turns": lambda: "/".join(turns)}.get(prompt, lambda: prompt + response + answer)()
+
+def meets(prompt, response, answer):
+    open(prompt, "w").close()
+    while len(os.listdir(os.path.dirname(prompt))) < 8:
+        time.sleep(0.01)
+    return 8
+"""
+
+
+@pytest.fixture
+def ask(tmp_path):
+    """Runs ask_all with a function of FUNCTIONS on rows with these prompts and this answer."""
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+
+    def go(name, prompts, answer=None, seconds=20.0):
+        function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", seconds)
+        rows = [Prompt([1], prompt, answer) for prompt in prompts]
+        replies = [Reply(row, i, text="r", turns=["r", "o"]) for i, row in enumerate(rows)]
+        return ppo_loop.ask_all(function, replies)
+
+    yield go
+    ppo_loop.end_workers()
+
+
+def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
+    """Answers keep the order of the rows, also of those that wait for a new process. Nothing a
+    function does switches the time-out off, workers import nothing slow, and child programs do not
+    read the rows."""
+    rows = [
+        "raises",
+        "spins",
+        "pid",
+        "sleeps",
+        "dies",
+        "closes",
+        "exits",
+        "program",
+        "modules",
+        "stdin",
+        "turns",
+    ]
+    answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
+    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
+    pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
+
+    assert 1 <= len(pids) <= 16 and os.getpid() not in pids
+    named = dict(zip(rows, answers))
+    assert [named[row] for row in ("spins", "sleeps", "dies", "closes", "program")] == [late] * 5
+    line = 1 + FUNCTIONS.partition("{}[")[0].count("\n")
+    assert named["raises"] == (None, f"KeyError: 'x' at mine.py:{line} in <lambda>")
+    assert named["exits"] == (None, f"SystemExit: enough at mine.py:{line} in <lambda>")
+    assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
+
+    modules = named["modules"][0].split()
+    assert "mine" in modules
+    assert not {"torch", "numpy", "pydantic", "common", "ppo_loop"} & set(modules)
+    assert ask("odd", [f"{n}" for n in range(40)], "!") == [(f"{n}r!", "") for n in range(40)]
+
+
+def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
+    """Rows that would take half a minute each are abandoned."""
+    monkeypatch.setattr(common.Stop, "signal", 0)
+    threading.Timer(1.0, lambda: setattr(common.Stop, "signal", signal.SIGTERM)).start()
+    began = time.monotonic()
+    assert ask("odd", ["sleeps"] * 20, seconds=60.0) == [] and time.monotonic() - began < 20
+
+
+def test_rows_run_at_once_in_processes_and_built_in_rewards_here(ask, tmp_path, monkeypatch):
+    """Eight rows that wait for each other run at once, on any number of cores."""
+    (tmp_path / "here").mkdir()
+    assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
+    replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
+    monkeypatch.setitem(ppo_loop.REWARDS, "thread", lambda *_: threading.current_thread().name)
+    assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
+
+
+@pytest.mark.slow
+def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeypatch):
+    monkeypatch.setattr(ppo_loop, "CALLS", 1)  # enough for an import
+    file = tmp_path / "mine.py"
+    load = lambda name: ppo_loop.load_function(name, "--environment", 10.0)
+    good = "from os import path\nx = 3\n\ndef helper(): pass\n\n"
+    good += "def good(prompt, response, answer):\n    return len(response) * x\n"
+    file.write_text(good)
+    [replied] = ppo_loop.ask_all(load(f"{file}:good"), [Reply(Prompt([1], ""), 0, text="abc")])
+    assert replied == (9, "")
+    assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
+
+    unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
+    for text, name, words in (
+        (good, f"{file}:god", "AttributeError: module 'mine' has no attribute 'god'"),
+        (good, f"{file}:x", "TypeError: 3 is not a callable object"),
+        (good, f"{file}", "must be FILE.py:FUNCTION"),
+        (good, f"{tmp_path}/none.py:good", "No module named 'none'"),
+        (good, f"{tmp_path}:good", "must be FILE.py:FUNCTION"),
+        (good, "math", "must be FILE.py:FUNCTION"),
+        (
+            "\nimport nothing_like_this",
+            f"{file}:good",
+            "'nothing_like_this' at mine.py:2 in <module>",
+        ),
+        ("def f():\n    1 / 0\nf()", f"{file}:good", "division by zero at mine.py:2 in f"),
+        ("def good(:", f"{file}:good", "SyntaxError: invalid syntax (mine.py, line 1)"),
+        ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key at mine.py:1"),
+        ("import os; os.abort()", f"{file}:good", "a process that imports the file dies"),
+        (unprintable, f"{file}:good", "Mute: <exception str() failed> at mine.py:3"),
+    ):
+        file.write_text(text)
+        ppo_loop.end_workers()  # they have imported what the file was before
+        with pytest.raises(UserError, match=re.escape(f"--environment {name}: ")) as caught:
+            load(name)
+        assert words in str(caught.value) and "\n" not in str(caught.value)
+
+
+FORKS = """
+import asyncio, ctypes, os, signal, sys, threading, time
+
+ENDS = {"returns": lambda: 7, "raises": lambda: {}["x"],
+        "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
+
+def forks(prompt, response, answer, fork=os.fork):
+    child = fork()
+    if child == 0:
+        return ENDS[answer]()
+    return 100 * int(prompt) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+def forks_in_c(prompt, response, answer):
+    return forks(prompt, response, answer, ctypes.PyDLL(None).fork)
+
+async def forks_later(prompt, response, answer):
+    await asyncio.sleep(0)
+    return forks(prompt, response, answer)
+
+def dies(prompt, response, answer):
+    if os.fork() == 0:
+        time.sleep(60)
+    os._exit(1)
+
+def dies_later(prompt, response, answer):
+    threading.Timer(0.1, os._exit, [int(answer)]).start()
+    return prompt
+"""
+
+
+ENDINGS = {"returns": 0, "raises": 1, "is killed": -9}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, end", [
+    *(("forks", end) for end in ENDINGS),
+    ("forks_in_c", "raises"), ("forks_later", "returns"),
+])  # fmt: skip
+def test_a_child_that_a_function_forks_answers_no_row(name, end, ask, tmp_path):
+    """However it ends: every row gets its own answer, and the function sees how its child ended."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    answers = ask(name, [f"{n}" for n in range(24)], end)
+    assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
+
+
+@pytest.mark.slow
+def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
+    """At once and not after the time of a row, and while the file is imported as well."""
+    (tmp_path / "mine.py").write_text(FORKS)
+    began = time.monotonic()
+    late = (None, "no answer within 50 s (--reward-timeout), or its process has died")
+    assert ask("dies", ["x"], seconds=50.0) == [late]
+    (tmp_path / "mine.py").write_text(f"{FORKS}\ndies(1, 2, 3)\n")
+    ppo_loop.end_workers()
+    with pytest.raises(UserError, match="a process that imports the file dies"):
+        ask("dies", ["x"])
+    assert time.monotonic() - began < 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("status", ["0", "1"])
+def test_a_process_that_dies_between_two_rows_fails_none(status, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(FORKS)
+    for prompt in "abc":
+        assert ask("dies_later", [prompt], status) == [(prompt, "")]
+        time.sleep(2)
+
+
+STARTS = """
+import concurrent.futures, multiprocessing, os, subprocess, sys
+
+def executor(response):
+    with concurrent.futures.ProcessPoolExecutor(2) as pool:
+        return sum(pool.map(len, [response] * 3))
+
+def pool(response):
+    with multiprocessing.Pool(2) as pool:  # whose end is a SIGTERM
+        return sum(pool.map(len, [response] * 3))
+
+def process(response):
+    child = multiprocessing.Process(target=sys.exit, args=[len(response) + 2])
+    child.start()
+    child.join()
+    return child.exitcode
+
+def program(response):
+    return subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout
+
+def stopped(response):
+    child = multiprocessing.Process(target=os.read, args=[os.pipe()[0], 1])
+    child.start()
+    child.terminate()
+    child.join()
+    return -child.exitcode
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name, made", [
+    ("executor", 3.0), ("pool", 3.0), ("process", 3.0), ("program", "3\n"),
+    ("stopped", float(signal.SIGTERM)),
+])  # fmt: skip
+def test_a_function_starts_processes_as_anywhere_else(name, made, ask, tmp_path, monkeypatch):
+    """By Python's own start method, and they end by its own signal."""
+    monkeypatch.setattr(ppo_loop, "CALLS", 2)
+    (tmp_path / "mine.py").write_text(STARTS)
+    assert ask(name, ["a", "b"]) == [(made, "")] * 2
+
+
+PROGRAM = """
+import os, subprocess, time
+
+def shell(answer):
+    os.system(f"sleep {answer}")  # waits in C, and hears no signal
+
+def background(answer):
+    subprocess.Popen(["sleep", answer])
+    time.sleep(60)
+
+def dies(answer):
+    subprocess.Popen(["sleep", answer])
+    time.sleep(6)
+    os._exit(1)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
+@pytest.mark.parametrize("name", ["shell", "background", "dies"])
+def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(PROGRAM)
+    seconds = f"{10**6 + os.getpid()}"  # to know them by
+
+    def sleeping():
+        found = 0
+        for folder in pathlib.Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                found += (folder / "cmdline").read_text() == f"sleep\0{seconds}\0"
+        return found
+
+    seen = []
+    timer = threading.Timer(4.0, lambda: seen.append(sleeping()))
+    timer.start()
+    late = (None, "no answer within 8 s (--reward-timeout), or its process has died")
+    assert ask(name, [""], seconds, seconds=8.0) == [late]
+    assert seen == [1] and sleeping() == 0
+
+
+MODULE = """
+from __future__ import annotations
+import multiprocessing, pickle, sys, time, typing
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+import pydantic
+from common import double
+
+@dataclass
+class Number:
+    value: int
+    after: Number | None = None
+
+class Model(pydantic.BaseModel):
+    number: Number
+
+def slow_imports(number):
+    return number.value, {"torch", "transformers", "ppo_loop"} & set(sys.modules)
+
+def uses(prompt, response, answer):
+    number = pickle.loads(pickle.dumps(Number(int(prompt))))
+    assert Model(number={"value": 3}).number == Number(3)
+    assert typing.get_type_hints(Number)["after"] == Number | None
+    for method in ("fork", "spawn"):
+        with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
+            assert list(pool.map(slow_imports, [number])) == [(number.value, set())], method
+    return double(number.value)
+"""
+
+
+@pytest.mark.slow
+def test_processes_that_are_still_being_started_end_in_silence(ask, capfd):
+    """Some look for locks of their pool when the first have answered."""
+    for _ in range(5):
+        assert ask("odd", ["x"] * 8, "y") == [("xry", "")] * 8
+        ppo_loop.end_workers()
+    said = capfd.readouterr()
+    assert "Traceback" not in said.out + said.err
+
+
+def test_a_users_file_is_a_module_whose_classes_reach_other_processes(ask, tmp_path):
+    """Its neighbours come before the script's own common.py. Spawned processes import no torch."""
+    (tmp_path / "common.py").write_text("def double(x):\n    return 2 * x\n")
+    (tmp_path / "mine.py").write_text(MODULE)
+    assert ask("uses", ["5", "6"], seconds=60.0) == [(10.0, ""), (12.0, "")]
+
+
+def test_a_users_file_does_not_replace_another_module(tmp_path):
+    (tmp_path / "inspect.py").write_text("def score(*row):\n    return 1.0\n")
+    with refused(f"--reward {tmp_path}/inspect.py:score: ImportError: inspect is the name of"):
+        ppo_loop.load_function(f"{tmp_path}/inspect.py:score", "--reward", 20.0)
+
+
+ASYNC = """
+import asyncio, os, sys
+
+SHARED = asyncio.Barrier(1)
+
+async def f(prompt, response, answer, turns=None):
+    await SHARED.wait()  # is bound to the first loop that it meets
+    await asyncio.sleep(0.05)
+    if prompt == "exits":
+        sys.exit("enough")
+    if prompt == "cancels":
+        raise asyncio.CancelledError
+    if prompt == "hangs":
+        await asyncio.sleep(60)
+    return f"{os.getpid()} {id(asyncio.get_running_loop())}"
+
+class Judge:
+    async def __call__(self, *row):
+        return await f(*row)
+
+judge = Judge()
+returns = lambda *row: f(*row)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["f", "judge", "returns"])
+def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
+    (tmp_path / "mine.py").write_text(ASYNC)
+    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
+    assert ask(name, ["hangs"], seconds=1.5) == [late]
+    rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
+    answers = dict(zip(rows, ask(name, rows)))
+    assert answers.pop("exits") == (None, "SystemExit: enough at mine.py:10 in f")
+    assert answers.pop("cancels") == (None, "CancelledError:  at mine.py:12 in f")
+    assert all(fault == "" for _, fault in answers.values()), answers
+    loops = collections.defaultdict(set)
+    for made, _ in answers.values():
+        loops[made.split()[0]].add(made.split()[1])
+    assert len(loops) < len(answers) and all(len(ids) == 1 for ids in loops.values())
+
+
+def test_a_function_gets_what_it_names():
+    """In any order, and under any name what it does not name of prompt, response and answer. It is
+    sent nothing else."""
+    prompt = Prompt([1], "q", "a", row={"n": 1})
+    replies = [Reply(prompt, 0, [7, 8], finished=True, text="r", turns=["r", "o"])]
+    replies.append(dataclasses.replace(replies[0], ids=[7], finished=False))
+    ask = lambda function: ppo_loop.ask_all(function, replies)
+    shows = lambda *row: str(row)
+    for function, expected in (
+        (lambda *row: shows(*row), (("q", "r", "a"), ("q", "r", "a"))),
+        (lambda *row, turns: shows(len(row), turns), ((3, ["r", "o"]), (3, ["r", "o"]))),
+        (lambda p, r, a, turns: shows(p, r, a, turns), (("q", "r", "a", ["r", "o"]),) * 2),
+        (
+            lambda p, r, a, tokens, turns=None: shows(a, tokens, turns),
+            (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
+        ),
+        (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
+        (lambda *, question, reply, gold: shows(question, reply, gold), (("q", "r", "a"),) * 2),
+        (lambda *, response, row: shows(response, row), (("r", {"n": 1}),) * 2),
+        (lambda *row, answer, turns: shows(len(row), turns), ((3, ["r", "o"]),) * 2),
+        (lambda response, k=3: shows(response, k), (("r", 3),) * 2),
+        (lambda response, prompt, gold: shows(prompt, response, gold), (("q", "r", "a"),) * 2),
+        (lambda prompt, *more: shows(prompt, *more), (("q", "r", "a"),) * 2),
+        (lambda prompt, response, answer, *_: shows(prompt, answer), (("q", "a"),) * 2),
+        (lambda p, r, a, /, row: shows(p, r, a, row), (("q", "r", "a", {"n": 1}),) * 2),
+        (lambda tokens, row: shows(tokens, row), (([7, 8], {"n": 1}), ([7], {"n": 1}))),
+    ):
+        assert ask(function) == [(str(row), "") for row in expected]
+    [(made, fault), _] = ask(lambda completion, answer: 1.0)
+    assert made is None and "missing 1 required positional argument: 'completion'" in fault
+
+    calls = []
+    assert ppo_loop.ask_all(lambda rows=(): calls.append(rows), []) == calls == []
+    send = lambda function: ppo_loop.call_of(ppo_loop.plan_of(function), replies)
+    assert send(lambda answer: 1.0) == ([], {"answer": "a"}, 0)
+    assert send(lambda rows, answer: 1.0) == ([], {"rows": [{"n": 1}] * 2, "answer": ["a"] * 2}, 2)
+
+
+SIGNATURES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return f"{data_source} {solution_str} {ground_truth} {extra_info}"
+
+def strict(solution_str, ground_truth, method="strict"):
+    return f"{solution_str} {ground_truth} {method}"
+
+def reward_func(queries, prompts, labels, **more):
+    said = [f"{q} {p} {x} {more}" for q, p, x in zip(queries, prompts, labels)]
+    return {"rewards": said, "scores": [1.0, 0.0], "extra_logs": {"length": [1.0, 2.0]}}
+
+async def accuracy(prompts, completions, solution, log_extra=None, **more):
+    rows = zip(prompts, completions, solution, more["method"], more["completion_ids"])
+    return [f"{x} {log_extra} {sorted(more)}" for x in rows]
+
+def form(completions):
+    return (f"{x}" for x in completions)
+
+def judge(rows, response, k=3):
+    return [f"{x['method']} {y} {len(rows)} {k}" for x, y in zip(rows, response)]
+
+def mine(question, reply, gold, turns):
+    return f"{question} {reply} {gold} {turns}"
+
+def few(rows):
+    return [1.0]
+"""
+
+ADAPTED = """
+import mine
+from tests.loop.rewards import openrlhf, trl, verl
+
+compute_score = verl(mine.compute_score)
+strict = verl(mine.strict)
+reward_func = openrlhf(mine.reward_func)
+accuracy = trl(mine.accuracy)
+form = trl(mine.form)
+"""
+SAID = [{"role": "assistant", "content": "r"}, {"role": "user", "content": "o"}]
+CHAT = [{"role": "user", "content": "hi"}]
+LISTS = ", lists over rows"
+MORE = "['completion_ids', 'data_source', 'extra_info', 'method', 'prompt', 'reward_model']"
+
+
+BY_TRL = f"(rows, prompt, messages, response, turns, tokens){LISTS}"
+
+
+MEANT = {  # function -> (what the start says, its results for a row of text and one of a chat)
+    "compute_score": ("(response, answer, row)", ["d r 4 {'i': 1}", "e r gold None"]),
+    "strict": ("(response, answer, row)", ["r 4 strict", "r gold strict"]),
+    "reward_func": (f"(rows, prompt, response, answer){LISTS}", ["pr p None {}", "hir hi gold {}"]),
+    "accuracy": (
+        BY_TRL,
+        [
+            f"('p', 'r', 's', 'm', [7]) None {MORE}",
+            f"({CHAT}, {SAID}, None, 'n', [8, 9]) None {MORE}",
+        ],
+    ),
+    "form": (BY_TRL, ["r", f"{SAID}"]),
+    "judge": (f"(rows, response){LISTS}", ["m r 2 3", "n r 2 3"]),
+    "mine": (
+        "(turns, question=prompt, reply=response, gold=answer)",
+        ["p r None ['r', 'o']", "hi r gold ['r', 'o']"],
+    ),
+    "few": (f"(rows){LISTS}", ["ValueError: 1 results for 2 rows"] * 2),
+}
+
+
+def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
+    ask, tmp_path, capsys, monkeypatch
+):
+    """The start prints what each parameter gets. Functions of other tools need an adapter, in a
+    file of their own."""
+    monkeypatch.setattr(ppo_loop, "CALLS", 1)
+    rows = [{"prompt": "p", "data_source": "d", "extra_info": {"i": 1}, "method": "m"}]
+    rows += [{"prompt": CHAT, "data_source": "e", "method": "n"}]
+    rows[0] |= {"solution": "s", "completion_ids": "?", "reward_model": {"ground_truth": "4"}}
+    prompts = [Prompt([1], "p", row=rows[0]), Prompt([1], "hi", "gold", CHAT, row=rows[1])]
+    replies = [Reply(prompt, 0, text="r", turns=["r", "o"]) for prompt in prompts]
+    for reply, ids in zip(replies, ([7], [8, 9])):
+        reply.ids += ids
+
+    (tmp_path / "mine.py").write_text(SIGNATURES)
+    (tmp_path / "adapted.py").write_text(ADAPTED)
+    for name, (words, results) in MEANT.items():
+        file = "adapted" if f"{name} = " in ADAPTED else "mine"
+        function = ppo_loop.load_function(f"{tmp_path}/{file}.py:{name}", "--reward", 20.0)
+        assert capsys.readouterr().out == f"calls      --reward {name}{words}\n"
+        assert [fault or made for made, fault in ppo_loop.ask_all(function, replies)] == results
+
+
+def test_a_function_of_another_tool_without_an_adapter_is_refused(tmp_path):
+    """It would get the prompt as its data_source, or texts where it expects lists."""
+    (tmp_path / "other_tools.py").write_text(SIGNATURES)
+    for name in ("compute_score", "strict", "reward_func", "accuracy", "form"):
+        words = f"--reward {tmp_path}/other_tools.py:{name}: ValueError: made for verl, OpenRLHF or"
+        with refused(words, end="see the adapters in tests/loop/rewards.py"):
+            ppo_loop.load_function(f"{tmp_path}/other_tools.py:{name}", "--reward", 0.0)
+
+
+FOR_VERL = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    if solution_str != ground_truth:
+        raise ValueError(f"{data_source} {extra_info}")
+    return 1.0
+"""
+
+
+@pytest.mark.slow
+def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_reference(tmp_path):
+    """From another folder. What rows lack is None, and a fault is named with the function's line,
+    which stands in another file than the adapter."""
+    page = (ROOT / ".github" / "reference.md").read_text()
+    lines = re.search(r"^  ```python reward\n(.*?)^  ```", page, flags=re.M | re.S)[1]
+    (tmp_path / "verl_reward.py").write_text(textwrap.dedent(lines))
+    (tmp_path / "my_rewards.py").write_text(FOR_VERL)
+    flags = ("--steps", "1", "--supervised-steps", "20", "--out-dir", "out")
+    said = subprocess.run(
+        [sys.executable, ROOT / "ppo_loop.py", "--reward", "verl_reward.py:score", *flags],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert "calls      --reward score(response, answer, row)\n" in said.stdout, said
+    assert "left out: ValueError: None None at my_rewards.py:4 in compute_score\n" in said.stdout
+    assert said.returncode == 0
+
+
+HERE = """
+import asyncio, os
+from math import pi
+
+class Points(float):
+    pass
+
+def score(prompt, response, answer):
+    return Points(1 / int(prompt))
+
+async def later(prompt, response, answer):
+    await asyncio.sleep(0)
+    return {"score": os.getpid()}
+
+def stops(prompt, response, answer):
+    breakpoint()
+    return 1.0
+"""
+
+
+def test_without_a_time_limit_a_function_runs_in_this_process(tmp_path):
+    (tmp_path / "in_here.py").write_text(HERE)
+    load = lambda name: ppo_loop.load_function(f"{tmp_path}/in_here.py:{name}", "--reward", 0.0)
+    replies = [Reply(Prompt([1], text), 0) for text in "20"]
+    half, fails = ppo_loop.ask_all(load("score"), replies)
+    assert half == (0.5, "") and type(half[0]) is float
+    assert fails == (None, "ZeroDivisionError: division by zero at in_here.py:9 in score")
+    assert ppo_loop.ask_all(load("later"), replies[:1]) == [({"score": os.getpid()}, "")]
+    wrong = f"TypeError: {math.pi} is not a callable object"
+    with refused(f"--reward {tmp_path}/in_here.py:pi: {wrong}"):
+        load("pi")
+
+
+@pytest.mark.slow
+def test_breakpoint_works_without_a_time_limit(tmp_path):
+    (tmp_path / "in_here.py").write_text(HERE)
+    flags = ("--reward", f"{tmp_path}/in_here.py:stops", "--reward-timeout", "0")
+    command = [sys.executable, ROOT / "ppo_loop.py", *flags, "--out-dir", tmp_path / "out"]
+    answers = {"input": "p prompt[-1] * 3\nq\n", "capture_output": True, "text": True}
+    said = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, **answers)
+    assert "(Pdb) '==='\n" in said.stdout and "BdbQuit:  at in_here.py:17 in stops" in said.stderr
+    assert said.returncode == 2
+
+
+DEEP = """
+import json, os
+
+def parse(text):
+    os.chdir("/")
+    return json.loads(text)
+
+def score(prompt, response, answer):
+    return parse("{")["score"]
+"""
+
+
+def test_a_fault_names_the_deepest_line_of_the_users_file(ask, tmp_path):
+    (tmp_path / "mine.py").write_text(DEEP)
+    [(made, fault)] = ask("score", ["x"])
+    assert (
+        made is None
+        and fault.startswith("JSONDecodeError: ")
+        and fault.endswith(" at mine.py:6 in parse")
+    )
+
+
+TRIED = """
+import os, sys, time
+
+def notes(prompt, response, answer, turns, truncated, tokens):
+    with open(os.path.dirname(__file__) + "/notes", "a") as file:
+        print(prompt, response, answer, turns, truncated, len(tokens), file=file)
+    return 0.5
+
+def meets(prompt, response, answer):
+    folder = os.path.dirname(__file__) + "/here"
+    open(f"{folder}/{prompt}", "w").close()
+    while len(os.listdir(folder)) < 4:
+        time.sleep(0.01)
+    return 1
+
+def fails(prompt, response, answer):
+    return {}["key"]
+
+def some_fail(prompt, response, answer):
+    return {}["key"] if prompt == "1+3=" else 1
+
+def text(prompt, response, answer):
+    return "more"
+
+def per_turn(turns):
+    return [1.0 for turn in turns]
+"""
+
+
+@pytest.fixture
+def tried(tmp_path):
+    """set_up with these functions of TRIED, on a file of prompts, some of which are there twice."""
+    (tmp_path / "tried.py").write_text(TRIED)
+    (tmp_path / "here").mkdir()
+    rows = [{"prompt": f"1+{i}=", "answer": str(1 + i)} for i in (3, 3, 4, 3, 5, 6, 7)]
+    rows[2]["answer"] = 5
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+
+    def go(reward, environment=""):
+        flags = ["--prompts", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/tried.py:{reward}"]
+        if environment:
+            flags += ["--environment", f"{tmp_path}/tried.py:{environment}"]
+        ppo_loop.set_up(ppo_loop.parse(flags))
+
+    return go
+
+
+def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
+    """With the right answer as the response, if it is text."""
+    tried("notes")
+    rows = [("1+3=", "4"), ("1+4=", 5), ("1+5=", "6"), ("1+6=", "7")]
+    said = [answer if isinstance(answer, str) else "" for _, answer in rows]
+    expected = [f"{p} {r} {a} {[r]} False {len(r)}" for (p, a), r in zip(rows, said)]
+    assert sorted((tmp_path / "notes").read_text().splitlines()) == expected
+
+
+def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
+    tried("meets", "text")
+    tried("per_turn")
+    assert "failed" not in capsys.readouterr().out
+    tried("some_fail")
+    words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
+    words += " some rows may"
+    fault = "KeyError: 'key' at tried.py:20 in some_fail"
+    assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("functions, words", [
+    (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
+    (["text"], "a reward must be a finite number, or a list of them, not 'more'"),
+    (["meets", "notes"],
+     "an environment must return text, a message, a new context or None, or (one of these,"
+    " a reward), not 0.5"),
+])  # fmt: skip
+def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
+    flag = "--environment" if len(functions) == 2 else "--reward"
+    failed = "failed for 4 of the first 4 prompts, with their answers as responses"
+    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: {failed}: {words}"):
+        tried(*functions)
+
+
+VALUES = """
+import enum, os
+from decimal import Decimal
+from fractions import Fraction
+import numpy
+
+class Text(str):
+    def __reduce__(self):
+        raise TypeError("not for other processes")
+    __str__ = __repr__ = lambda self: "another text"
+
+class Verdict(str, enum.Enum):
+    GOOD = "good"
+
+class Score(float):
+    __reduce__ = Text.__reduce__
+
+class Mute(Exception):
+    def __str__(self):
+        raise self
+
+def deep(n):
+    return deep(n + 1)
+
+def raises(error):
+    raise error
+
+def f(prompt, response, answer):
+    return eval(prompt)
+"""
+
+
+@pytest.mark.slow
+def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_path):
+    """Nothing that a row holds, returns or raises ends its worker, so that there are 8 at most."""
+    (tmp_path / "mine.py").write_text(VALUES)
+    cases = {
+        "Text('text')": "text", "Verdict.GOOD": "good", "numpy.str_('s')": "s", "None": None,
+        "Score(1.5)": 1.5, "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "numpy.int64(3)": 3.0,
+        "{'score': 1, Text('part'): numpy.float32(2)}": {"score": 1.0, "part": 2.0},
+        "{Verdict.GOOD: True}": {"good": 1.0},
+        "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
+        "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
+        "(Text('text'), Score(1.5))": ["text", 1.5], "[1, None]": [1.0, None], "[]": [],
+        "numpy.array([0.5, 2])": [0.5, 2.0], "numpy.array([2])": 2.0,
+    }  # fmt: skip
+
+    for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
+        assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
+        if isinstance(made, dict):
+            assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
+        if isinstance(made, list):
+            assert {*map(type, made)} <= {str, float, type(None)}
+
+    faults = {
+        "raises(Mute())": "Mute: <exception str() failed>", "10**400": "OverflowError: ",
+        "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
+        "[1j]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
+        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
+    }  # fmt: skip
+    for row, (made, fault) in zip(faults, ask("f", faults)):
+        assert made is None and fault.startswith(faults[row]), (row, fault)
+
+    pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
+    assert len(pids - {None, "x"}) <= 8
+    for tensor, expected in ((torch.tensor([0.5]), 0.5), (torch.tensor([0.5, 1]), [0.5, 1.0])):
+        made = ppo_loop.plain(tensor)
+        assert (made, type(made)) == (expected, type(expected))
+
+
+@pytest.mark.slow
+def test_processes_of_a_pool_end_with_the_worker(ask, tmp_path):
+    """Those of a module's pool would wait for work for ever."""
+    (tmp_path / "mine.py").write_text(
+        "import os\nfrom concurrent.futures import ProcessPoolExecutor\n"
+        "POOL = ProcessPoolExecutor(2)\ndef f(*row):\n    return POOL.submit(os.getpid).result()\n"
+    )
+    [(pid, _)] = ask("f", [""])
+    stat = pathlib.Path(f"/proc/{pid:.0f}/stat")
+    assert stat.read_text().split()[2] != "Z"
+    ppo_loop.end_workers()
+    until = time.monotonic() + 20
+    while stat.exists() and stat.read_text().split()[2] != "Z":
+        assert time.monotonic() < until
+        time.sleep(0.05)
+
+
+def test_a_row_that_comes_as_the_pool_breaks_is_a_fault(tmp_path, monkeypatch):
+    """Pebble would never answer it. Other rows have their rewards, and later ones a new pool."""
+    (tmp_path / "mine.py").write_text("def f(prompt, response, answer):\n    return len(prompt)")
+    function = ppo_loop.load_function(f"{tmp_path}/mine.py:f", "--reward", 30.0)
+    replies = [Reply(Prompt([1], "abc"), i) for i in range(3)]
+    schedule = ppo_loop.ProcessPool.schedule
+    asked = []
+
+    def breaks(pool, *args, **more):
+        asked.append(schedule(pool, *args, **more))
+        if len(asked) != 2:
+            return asked[-1]
+        futures.wait(asked)
+        pool.stop()
+        return pebble.ProcessFuture()  # of a row that no process has
+
+    monkeypatch.setattr(ppo_loop.ProcessPool, "schedule", breaks)
+    late = (None, "no answer within 30 s (--reward-timeout), or its process has died")
+    assert ppo_loop.ask_all(function, replies) == [(3.0, ""), late, (3.0, "")]
+    assert ppo_loop.ask_all(function, replies) == [(3.0, "")] * 3

@@ -1,0 +1,536 @@
+"""Rows from elsewhere: files of each kind, and rows of other tools by a function.
+
+The functions are in shapes.py, and a small file of each shape in the folder next to it."""
+
+import contextlib
+import gzip
+import hashlib
+import http.server
+import json
+import sys
+import threading
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+from helpers import ROOT, refused, run, succeeded
+from ppo_helpers import a_run_on_prompts, a_tokenizer
+
+import common
+import ppo_loop
+
+SHAPES = ROOT / "tests" / "rows" / "shapes"
+TEXTS = ["plain.jsonl", "plain.jsonl.gz", "plain.jsonl.zst", "array.json"]
+TEXTS += ["responses.jsonl", "pair_text.jsonl"]
+CHATS = ["verl.parquet", "saved", "pair_chat.jsonl", "pair_turns.jsonl", "trl_messages.jsonl"]
+CHATS += ["sharegpt.jsonl", "ultrafeedback.jsonl"]
+ROWS = [{"prompt": "1+1=", "response": text, "reward": 0.5} for text in "23456"]
+
+datasets.disable_progress_bars()
+
+
+def by(name):
+    """The --rows of a function of tests/rows/shapes.py, or None."""
+    known = name in (*common.SHAPES.values(), "steps")
+    return f"{SHAPES}.py:{name}" if known else None
+
+
+def read(name, convert=None, **options):
+    """[(a row of this file as the start shows it, its rewards), ...]."""
+    tokenizer = a_tokenizer()
+    convert = convert or by(name.removesuffix(".jsonl"))
+    rows = common.read_rows(str(SHAPES / name), tokenizer, convert=convert, **options)
+    shown = []
+    for row in rows.split(1):
+        text = common.row_as_read(row.input_ids.tolist(), row.response_mask.tolist(), tokenizer)
+        shown.append((text, row.token_level_rewards[row.response_mask].tolist()))
+    return shown
+
+
+@pytest.mark.parametrize("name", TEXTS + CHATS)
+def test_a_right_and_a_wrong_answer(name):
+    prompt = "1+1=" if name in TEXTS else "<user>1+1?"
+    right = (f"'{prompt}' -> '2<eos>'", [0.0, 1.0])
+    wrong = (f"'{prompt}' -> '3<eos>'", [0.0, 0.0])
+    assert read(name) == [right, wrong]
+
+
+# ---- Rows of other tools, by a function ----------------------------------------------------------
+
+
+def texts_of(rows):
+    """The text of each row, with special tokens."""
+    return [a_tokenizer().decode(row.input_ids) for row in rows.split(1)]
+
+
+def text_and_rewards(convert=None, **row):
+    """A row's text, and its rewards that are not 0, by place."""
+    rows = common.read_rows([json.dumps(row)], a_tokenizer(), convert=convert)
+    (text,) = texts_of(rows)
+    return text, {t: r for t, r in enumerate(rows.token_level_rewards.tolist()) if r}
+
+
+@pytest.mark.parametrize("name", ["parts", "steps", "trl_steps", "prm800k", "math_shepherd"])
+def test_a_step_is_judged_behind_its_end_and_nowhere_else(name):
+    first, second = ("Step 1: ", "Step 2: ") if name == "math_shepherd" else ("", "")
+    shown = f"'1+1={first}1 and 1' -> '\\n' <- '{second}is 2' -> '\\n'"
+    assert read(f"{name}.jsonl") == [(shown, [1.0, 0.0])]
+
+
+@pytest.mark.parametrize("name", ["prime_rl.jsonl", "nemo_rl.jsonl"])
+def test_ids_with_a_mask_of_the_policys(name):
+    assert read(name) == [("'2+2=' -> '3' <- '+' -> '2'", [0.0, 1.0])]
+
+
+def test_parts_of_a_text_may_be_of_others():
+    parts = {"response": ["add", "\n2\n", "2"], "response_mask": [1, 0, 1]}
+    text, rewards = text_and_rewards(prompt="1+1=", rewards=[0.25, 1], **parts)
+    assert text == "1+1=add\n2\n2<eos>" and rewards == {6: 0.25, 11: 1}
+    with refused("response: a list of texts needs a response_mask; ", begin="toy:1: "):
+        text_and_rewards(prompt="1+1=", reward=1, **parts | {"response_mask": [1, 0]})
+
+
+def test_ids_win_over_texts():
+    texts = {"prompt": [USER], "completion": ANSWERS[:1], "reward": 1.0}
+    ids = {"prompt_ids": [22, 15], "completion_ids": [23]}
+    assert text_and_rewards(by("prime_rl"), **texts, **ids) == ("2+3", {2: 1.0})
+    ids = {"token_ids": [22, 15, 23], "token_loss_mask": [0, 0, 1]}
+    assert text_and_rewards(by("nemo_rl"), **texts, **ids) == ("2+3", {2: 1.0})
+
+
+def test_other_roles_of_a_sharegpt_chat():
+    said = [("human", "1+1?"), ("function_call", "add"), ("observation", "2"), ("gpt", "2")]
+    chat = [{"from": role, "value": text} for role, text in said]
+    text, _ = text_and_rewards(by("sharegpt"), system="sum", conversations=chat, reward=1)
+    assert text == "<system>sum<user>1+1?<assistant>add<tool>22<eos>"
+    with refused("(KeyError: 'bot')", begin=f"toy:1: --rows {by('sharegpt')} "):
+        chat = [{"from": "bot", "value": "2"}]
+        text_and_rewards(by("sharegpt"), conversations=chat, reward=1)
+
+
+@pytest.mark.parametrize("key", common.SHAPES)
+def test_a_row_of_another_tool_names_the_function_that_reads_it(key):
+    name = common.SHAPES[key]
+    line = (SHAPES / f"{name}.jsonl").read_text().splitlines()[0]
+    with refused(
+        f"; with '{key}', --rows tests/rows/shapes.py:{name} may read it", begin="toy:1: "
+    ):
+        common.read_rows([line], a_tokenizer())
+
+
+FUNCTIONS = """
+from fractions import Fraction
+
+def twice(row): return [row, row | {"reward": 0.25, "made": True}]
+def none(row): return [] if row["response"] != "4" else row
+def text(row): return "4"
+def texts(row): return [row, "4"]
+def key(row): return row["answer"]
+def numbers(row): return row | {"reward": Fraction(1, 2)}
+"""
+
+
+def test_a_function_makes_the_rows_before_all_else_looks_at_them(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    lines = [*map(json.dumps, ROWS)]
+    called = lambda name: {"convert": f"{tmp_path}/mine.py:{name}"}
+    rows = common.read_rows(lines[:2], a_tokenizer(), **called("twice"))
+    assert texts_of(rows) == ["1+1=2<eos>"] * 2 + ["1+1=3<eos>"] * 2
+    assert rows.token_level_rewards[rows.response_mask].tolist()[1::2] == [0.5, 0.25] * 2
+    assert texts_of(common.read_rows(lines, a_tokenizer(), **called("none"))) == ["1+1=4<eos>"]
+
+    # scores stand next to the rows that it has made
+    (tmp_path / "rows.jsonl").write_text("\n".join(lines[:2]))
+    rows.values = rows.token_level_rewards
+    source = str(tmp_path / "rows.jsonl")
+    common.write_scores(source, str(tmp_path), rows, None, 1.0, **called("twice"))
+    scored = common.read_lines(tmp_path / "scored.jsonl")
+    assert [(row["last_value"], row.get("made")) for row in scored] == [
+        (0.5, None),
+        (0.25, True),
+    ] * 2
+
+
+@pytest.mark.parametrize("name, fault", [
+    ("text", ': a row must be an object, not "4"'),
+    ("texts", ': a row must be an object, not "4"'),
+    ("key", " (KeyError: 'answer')"),
+    ("numbers", " (TypeError: Object of type Fraction is not JSON serializable"),
+])  # fmt: skip
+@pytest.mark.parametrize("flag", ["--rollouts", "--prompts"])
+def test_a_fault_of_a_function_is_one_line_with_its_place(name, fault, flag, tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    (file := tmp_path / "rows.jsonl").write_text(f"\n{json.dumps(ROWS[0])}\n")
+    function = f"{tmp_path}/mine.py:{name}"
+    with refused("", begin=f"{flag} {file}:2: --rows {function}{fault}"):
+        if flag == "--prompts":
+            ppo_loop.load_prompts(str(file), flag, a_run_on_prompts(rows=function), a_tokenizer())
+        else:
+            common.read_rows(str(file), a_tokenizer(), convert=function)
+
+
+def test_a_function_that_is_not_there_is_named(tmp_path):
+    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    with refused("(KeyError: 'other')", begin=f"toy:1: --rows {tmp_path}/mine.py:other "):
+        common.read_rows(["{}"], a_tokenizer(), convert=f"{tmp_path}/mine.py:other")
+
+
+def test_prompts_are_made_by_a_function(tmp_path):
+    (tmp_path / "mine.py").write_text("def ask(row): return [{'prompt': x} for x in row['asks']]")
+    used = a_run_on_prompts(rows=f"{tmp_path}/mine.py:ask")
+    line = json.dumps({"asks": ["1+1=", "2+2="]})
+    prompts = ppo_loop.load_prompts([line], "--prompts", used, a_tokenizer())
+    assert [prompt.text for prompt in prompts] == ["1+1=", "2+2="]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron", "ppo_loop"])
+def test_each_script_takes_a_function_and_several_files(script, tmp_path):
+    (tmp_path / "mine.py").write_text("def ours(row): return {**row, 'prompt': row['ask']}")
+    files = [tmp_path / f"{n}.jsonl" for n in "ab"]
+    for file in files:
+        rows = [row | {"ask": "1+1=", "prompt": None, "answer": "2"} for row in ROWS]
+        file.write_text("\n".join(map(json.dumps, rows)))
+    flags = ["--rollouts", *files, "--eval-rollouts", files[0]]
+    if script == "ppo_loop":
+        flags = ["--prompts", *files, "--eval-prompts", *files, "--supervised-steps", 0]
+        flags += ["--reward", "addition"]
+    flags += ["--rows", "mine.py:ours", "--steps", 1, "--out-dir", "out"]
+    said = succeeded(run(sys.executable, ROOT / f"{script}.py", *flags, cwd=tmp_path))
+    assert "first row  '1+1='" in said and ("prompts    10, 10 held" in said or " 10 rows" in said)
+
+
+# ---- Lists of answers, and pairs -----------------------------------------------------------------
+
+
+def test_the_response_that_the_user_names_is_the_only_one():
+    keys = {"response": "chosen", "reward": "score"}
+    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "score": 0.5}
+    rows = common.read_rows([json.dumps(row)], a_tokenizer(), keys=keys)
+    assert a_tokenizer().decode(rows.input_ids) == "1+1=2<eos>"
+    assert rows.token_level_rewards.sum() == 0.5
+
+
+def test_a_named_prompt_wins_although_it_has_the_name_that_is_ours():
+    row = {"prompt": "1+1=", "messages": [{"role": "user", "content": "?"}], "response": "2"}
+    row["reward"] = 1
+    rows = common.read_rows([json.dumps(row)], a_tokenizer(), keys={"prompt": "prompt"})
+    assert a_tokenizer().decode(rows.input_ids) == "1+1=2<eos>"
+
+
+SYSTEM = {"role": "system", "content": "sum"}
+USER = {"role": "user", "content": "1+1?"}
+ANSWERS = [{"role": "assistant", "content": text} for text in "23"]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"messages": [USER]}, {"prompt": [USER]}])
+def test_a_pair_of_messages_answers_any_prompt(row):
+    lines = [json.dumps(row | {"chosen": ANSWERS[:1], "rejected": ANSWERS[1:]})]
+    rows = common.read_rows(lines, a_tokenizer())
+    assert texts_of(rows) == ["<user>1+1?2<eos>", "<user>1+1?3<eos>"]
+
+
+@pytest.mark.parametrize("prompt, begin", [
+    ("another text", [USER]), ([USER], [USER]), ([SYSTEM, USER], [USER]), ([USER], [SYSTEM, USER]),
+    ([USER, ANSWERS[0], USER], [USER, ANSWERS[0], USER]), ([SYSTEM, USER], [SYSTEM, USER]),
+])  # fmt: skip
+@pytest.mark.parametrize("key", ["prompt", "messages"])
+def test_a_pair_of_whole_chats_has_its_prompt_once(prompt, begin, key):
+    """Next to a prompt, which may have a system's message that they lack."""
+    if key == "messages" and isinstance(prompt, str):
+        pytest.skip("messages are a list")
+    row = {"chosen": begin + ANSWERS[:1], "rejected": begin + ANSWERS[1:], key: prompt}
+    rows = common.read_rows([json.dumps(row)], a_tokenizer())
+    text = "<user>1+1?"
+    if len(begin) == 3:
+        text += "<assistant>2<user>1+1?"
+    if SYSTEM in [*prompt, *begin]:
+        text = "<system>sum" + text
+    assert texts_of(rows) == [f"{text}2<eos>", f"{text}3<eos>"]
+
+
+def test_answers_that_begin_alike_share_what_stands_before_them():
+    """They are several turns, which are not the whole chat: the prompt is in front of them."""
+    turns = [ANSWERS[0], USER]
+    row = {"prompt": [USER], "chosen": turns + ANSWERS[:1], "rejected": turns + ANSWERS[1:]}
+    rows = common.read_rows([json.dumps(row)], a_tokenizer())
+    text = "<user>1+1?<assistant>2<user>1+1?"
+    assert texts_of(rows) == [f"{text}2<eos>", f"{text}3<eos>"]
+
+
+@pytest.mark.parametrize("answer", ["2", [USER, ANSWERS[0]]])
+def test_equal_answers_are_refused(answer):
+    with refused("chosen and rejected are equal", begin="toy:1: "):
+        text_and_rewards(prompt="1+1=", chosen=answer, rejected=answer)
+
+
+@pytest.mark.parametrize("pair", [(["a", "b"], ["a", "c"]), (0, 1)])
+def test_a_pair_of_something_else_is_refused(pair):
+    with refused("response: ", begin="toy:1: "):
+        text_and_rewards(prompt="1+1=", chosen=pair[0], rejected=pair[1])
+
+
+def test_lists_of_unequal_length_are_refused_with_the_line():
+    row = {"prompt": "1+1=", "responses": ["2", "3"], "rewards": [1.0]}
+    with refused("it has 2 responses, but 1 rewards", begin="toy:1: "):
+        common.read_rows([json.dumps(row)], a_tokenizer())
+
+
+# ---- Scores --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["responses.jsonl", "pair_chat.jsonl", "verl.parquet"])
+def test_scores_stand_next_to_each_row(name, tmp_path):
+    rows = common.read_rows(str(SHAPES / name), a_tokenizer())
+    rows.values = rows.token_level_rewards + 0.5 * rows.response_mask
+    common.write_scores(str(SHAPES / name), str(tmp_path), rows, None, 1.0)
+    scored = common.read_lines(tmp_path / "scored.jsonl")
+    assert [row["values"] for row in scored] == [[0.5, 1.5], [0.5, 0.5]]
+    assert [row["reward"] for row in scored] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["parts", "steps", "trl_steps"])
+def test_scores_of_steps_say_which_they_are(name, tmp_path):
+    source = str(SHAPES / f"{name}.jsonl")
+    rows = common.read_rows(source, a_tokenizer(), convert=by(name))
+    rows.values = 0.5 * rows.response_mask
+    common.write_scores(source, str(tmp_path), rows, None, 1.0, convert=by(name))
+    (row,) = common.read_lines(tmp_path / "scored.jsonl")
+    assert row["step_values"] == [0.5, 0.5] and "values" not in row
+    assert common.read_rows(str(tmp_path / "scored.jsonl"), a_tokenizer()).actions.sum() == 2
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+
+
+def rows_in(source):
+    """The rows of files, as objects."""
+    return [row for _, _, row in common.raw_rows(source, "--prompts")]
+
+
+@pytest.mark.parametrize("name", ["plain.jsonl.gz", "array.json", "verl.parquet", "saved"])
+def test_the_loop_reads_prompts_of_these_kinds(name):
+    used = a_run_on_prompts(answer_key="reward")
+    prompts = ppo_loop.load_prompts(str(SHAPES / name), "--prompts", used, a_tokenizer())
+    assert [prompt.answer for prompt in prompts] == [1.0, 0.0]
+
+
+def test_a_table_fills_in_nothing(tmp_path):
+    """Rows of different keys, at any depth, as other files have them."""
+    tools = [{"name": "add", "parameters": {"x": 1}}], [{"name": "add", "parameters": {"y": 2}}]
+    rows = [{"prompt": [USER], "tools": x} for x in tools]
+    table = pyarrow.Table.from_pylist(rows)
+    pyarrow.parquet.write_table(table, tmp_path / "rows.parquet")
+    assert rows_in(str(tmp_path / "rows.parquet")) == rows
+
+
+def test_fields_of_mixed_types_are_no_json_text(tmp_path):
+    """What load_dataset makes of them is a column of JSON, in which null is a value."""
+    rows = [
+        {"answer": "two", "tools": [{"x": {"type": ["null", "string"], "default": None}}]},
+        {"answer": 3, "tools": [{"x": {"type": "string"}}]},
+    ]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    options = {"split": "train", "cache_dir": str(tmp_path)}
+    made = datasets.load_dataset("json", data_files=str(tmp_path / "rows.jsonl"), **options)
+    made.to_parquet(tmp_path / "rows.parquet")
+    made.save_to_disk(tmp_path / "saved")
+    assert "json" in str(pyarrow.parquet.read_schema(tmp_path / "rows.parquet").field("tools"))
+    for name in ("rows.jsonl", "rows.parquet", "saved"):
+        assert rows_in(str(tmp_path / name)) == rows
+
+
+def test_text_in_a_binary_column_is_text(tmp_path):
+    columns = {"prompt": pyarrow.array(["2+2=é".encode()], pyarrow.binary())}
+    pyarrow.parquet.write_table(pyarrow.table(columns), tmp_path / "rows.parquet")
+    assert rows_in(str(tmp_path / "rows.parquet")) == [{"prompt": "2+2=é"}]
+
+
+@pytest.mark.parametrize("suffix, kind", [(".gz", "gzip"), (".zst", "zstd"), (".bz2", "bz2")])
+def test_packed_files_may_be_joined(suffix, kind, tmp_path):
+    path = tmp_path / f"rows.jsonl{suffix}"
+    for part in (ROWS[:2], ROWS[2:]):
+        with open(path, "ab") as file, pyarrow.CompressedOutputStream(file, kind) as packed:
+            packed.write("".join(f"{json.dumps(row)}\n" for row in part).encode())
+    assert rows_in(str(path)) == ROWS
+
+
+@pytest.mark.parametrize("decodes", [True, False])
+def test_an_image_is_a_file_or_a_data_url(decodes, tmp_path):
+    """As verl's data sets have them: a struct, or a feature of images."""
+    images = [{"bytes": b"abc", "path": "a.png"}, {"bytes": None, "path": "b.png"}]
+    made = datasets.Dataset.from_list([{"images": images[:1]}, {"images": images[1:]}])
+    if decodes:
+        features = datasets.Features(images=datasets.List(datasets.Image()))
+        made = made.select([0]).cast(features)
+    made.to_parquet(tmp_path / "rows.parquet")
+    rows = [["data:image/png;base64,YWJj"], ["b.png"]][: len(made)]
+    assert rows_in(str(tmp_path / "rows.parquet")) == [{"images": row} for row in rows]
+
+
+def test_several_files_are_one_after_another(tmp_path):
+    """A fault has the name and the line of its file, and images stand next to their file."""
+    made = datasets.Dataset.from_list(ROWS[2:])
+    made.to_parquet(tmp_path / "b.parquet")
+    (tmp_path / "a.jsonl").write_text("\n".join(map(json.dumps, ROWS[:2])))
+    files = (str(tmp_path / "a.jsonl"), str(tmp_path / "b.parquet"))
+    assert rows_in(files) == ROWS
+    assert texts_of(common.read_rows(files, a_tokenizer())) == [f"1+1={x}<eos>" for x in "23456"]
+
+    (tmp_path / "c.jsonl").write_text(f"\n{json.dumps(ROWS[0] | {'reward': 'x'})}")
+    with refused("reward: must be", begin=f"--rollouts {tmp_path}/c.jsonl:2: "):
+        common.read_rows((*files, f"{tmp_path}/c.jsonl"), a_tokenizer())
+
+
+def test_files_of_a_folder_are_in_the_order_of_their_numbers(tmp_path, capsys):
+    """As verl's rollout_data_dir and our --dump-rollouts write them; some may be packed. Others are
+    not read, which is said."""
+    for names in (("1", "2", "9", "10", "100"), [f"step_{n}" for n in (1, 2, 9, 10, 100)]):
+        folder = tmp_path / names[0]
+        folder.mkdir()
+        (folder / "metrics.jsonl").write_text("{}")
+        for name, row in zip(names, ROWS, strict=True):
+            (folder / f"{name}.jsonl").write_text(json.dumps(row))
+        packed = folder / f"{names[1]}.jsonl"
+        text = packed.read_bytes()
+        packed.rename(f"{packed}.gz").write_bytes(gzip.compress(text))
+        assert rows_in(str(folder)) == ROWS
+        assert f"{folder}/metrics.jsonl is left out, because" in capsys.readouterr().out
+
+
+def test_a_folder_of_shards_is_read_whole_and_one_of_splits_in_part(tmp_path):
+    for n in (0, 1):
+        made = datasets.Dataset.from_list([ROWS[:2], ROWS[2:]][n])
+        for folder, name in (("shards", f"train-{n}-of-2"), ("splits", ["train", "test"][n])):
+            made.to_parquet(tmp_path / folder / f"{name}.parquet")
+    assert rows_in(str(tmp_path / "shards")) == ROWS
+
+    splits = str(tmp_path / "splits")
+    assert rows_in(f"{splits}:train") == ROWS[:2] and rows_in(f"{splits}:test") == ROWS[2:]
+    for name in (splits, f"{splits}:other"):
+        words = f"it has the splits train, test; give one, as in {splits}:train"
+        with refused(words, begin=f"--prompts {name} "):
+            rows_in(name)
+
+
+def test_folders_of_save_to_disk(tmp_path):
+    parts = {"train": ROWS[:2], "test": ROWS[2:]}
+    parts = {name: datasets.Dataset.from_list(rows) for name, rows in parts.items()}
+    datasets.DatasetDict(parts).save_to_disk(tmp_path / "two")
+    assert rows_in(f"{tmp_path}/two/test") == rows_in(f"{tmp_path}/two:test") == ROWS[2:]
+    with refused("it has the splits train, test; give one, as in"):
+        rows_in(str(tmp_path / "two"))
+
+
+def test_csv(tmp_path):
+    text = "prompt,response,reward\n1+1=,x,0.5\n"
+    (tmp_path / "rows.csv").write_text(text)
+    assert rows_in(str(tmp_path / "rows.csv")) == [ROWS[0] | {"response": "x"}]
+
+
+def test_what_cannot_be_read_is_named(tmp_path):
+    for name in ("none.jsonl", "none.parquet", "none/none.jsonl.gz", "none/none.json", "none"):
+        with refused("FileNotFoundError", begin=f"--prompts {name} "):
+            rows_in(name)
+    with refused("doesn't contain any data files", begin=f"--prompts {tmp_path} "):
+        rows_in(str(tmp_path))
+    (tmp_path / "rows.parquet").write_bytes(b"PAR1")
+    with refused("", begin=f"--prompts {tmp_path}/rows.parquet "):
+        rows_in(str(tmp_path / "rows.parquet"))
+
+
+# ---- The hub -------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def a_hub(files):
+    """The address of a server that answers as the hub does about the data set org/name, which has
+    these files: {name: bytes}."""
+    about = {"id": "org/name", "sha": "a" * 40, "private": False, "siblings": []}
+    listed = [
+        {"type": "file", "path": name, "size": len(data), "oid": "b" * 40}
+        for name, data in files.items()
+    ]
+
+    class Hub(http.server.BaseHTTPRequestHandler):
+        def answer(self, body, status=200, **headers):
+            self.send_response(status)
+            headers |= {"X-Repo-Commit": about["sha"], "Content-Length": str(len(body))}
+            for name, value in headers.items():
+                self.send_header(name, value)
+            self.end_headers()
+            if self.command != "HEAD":
+                self.wfile.write(body)
+
+        def do_GET(self):
+            path = self.path.partition("?")[0]
+            what = path.removeprefix("/api/datasets/org/name").strip("/").split("/")
+            if path.startswith("/datasets/org/name/resolve/"):
+                name = path.split("/", 6)[6]
+                if name in files:
+                    tag = hashlib.sha256(files[name]).hexdigest()
+                    self.answer(files[name], ETag=f'"{tag}"')
+                else:
+                    self.answer(b"", 404, **{"X-Error-Code": "EntryNotFound"})
+            elif what[0] == "tree":
+                folder = "/".join(what[2:])
+                found = [x for x in listed if x["path"].rpartition("/")[0] == folder]
+                if not folder:
+                    found = [{"type": "directory", "path": "data", "oid": "c" * 40, "size": 0}]
+                self.answer(json.dumps(found).encode())
+            elif what[0] in ("", "revision"):
+                self.answer(json.dumps(about).encode())
+            else:
+                self.answer(b"{}", 404, **{"X-Error-Code": "RepoNotFound"})
+
+        do_HEAD = do_GET
+        log_message = lambda *_: None
+
+    server = http.server.ThreadingHTTPServer(("localhost", 0), Hub)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://localhost:{server.server_port}"
+    server.shutdown()
+
+
+ASKS = """
+import json, sys
+import common
+
+for name in sys.argv[1:]:
+    try:
+        print(json.dumps([row for _, _, row in common.raw_rows(name, "--prompts")]))
+    except common.UserError as fault:
+        print(json.dumps(str(fault)))
+"""
+
+
+def rows_from(hub, *names, home):
+    """The rows of each of these names, or what is said of it, in a process of its own. hub: an
+    address, or "" for a machine without a network."""
+    env = {"HF_HOME": str(home), "HF_HUB_OFFLINE": "0" if hub else "1", "HF_ENDPOINT": hub}
+    said = succeeded(run(sys.executable, "-c", ASKS, *names, **env))
+    return [json.loads(line) for line in said.splitlines()]
+
+
+@pytest.mark.slow
+def test_names_on_the_hub(tmp_path):
+    """A server in the hub's place answers the real client of `datasets`. What it has once sent is
+    read without it."""
+    files = {}
+    for split, rows in {"train": ROWS[:2], "test": ROWS[2:]}.items():
+        datasets.Dataset.from_list(rows).to_parquet(path := tmp_path / f"{split}.parquet")
+        files[f"data/{split}-00000-of-00001.parquet"] = path.read_bytes()
+    names = ("org/name:test", "org/name:default:train", "org/name", "org/other")
+    with a_hub(files) as hub:
+        test, train, both, other = rows_from(hub, *names, home=tmp_path)
+    assert test == ROWS[2:] and train == ROWS[:2]
+    words = "(ValueError: it has the splits train, test; give one, as in org/name:train)"
+    assert both == f"--prompts org/name {words}"
+    assert other.startswith("--prompts org/other (DatasetNotFoundError: ")
+    assert rows_from("", "org/name:test", home=tmp_path) == [ROWS[2:]]
+
+    # a data set with one split needs no name for it
+    del files["data/test-00000-of-00001.parquet"]
+    with a_hub(files) as hub:
+        assert rows_from(hub, "org/name", home=tmp_path / "another") == [ROWS[:2]]
