@@ -14,8 +14,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import pytest
+import ring
 from forked import SCENARIOS  # imports torch
-from helpers import begin_scenarios, needs
+from helpers import begin_scenarios
 
 import common
 import ppo_loop
@@ -36,10 +37,17 @@ SKIPPED_WEIGHTS = (
 )
 
 
-def files_of(item):
-    """The files whose scenarios a test's file waits for."""
-    named = (item.module.__name__, *getattr(item.module, "SCENARIO_FILES", ()))
-    return [file for file in named if file in SCENARIOS]
+def pytest_addoption(parser):
+    parser.addoption("--seconds", action="store_true", help="write tests/seconds.json anew")
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(ring.Ring(config))
+
+
+def scenarios_of(item):
+    """What a test waits for, as seconds.json says: ["file-name", ...]."""
+    return ring.known()["tests"].get(item.nodeid, (0, ()))[1]
 
 
 def pytest_collection_modifyitems(items):
@@ -49,29 +57,21 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="megatron-core is not installed"))
         if not common.SKIPS_UNUSED and any(name in item.nodeid for name in SKIPPED_WEIGHTS):
             item.add_marker(pytest.mark.skip(reason="FSDP2 skips no weights before torch 2.13"))
-    items.sort(key=lambda item: bool(files_of(item)))
+    items.sort(key=lambda item: bool(scenarios_of(item)))
 
 
 def pytest_collection_finish(session):
-    """Begins what tests of whole files wait for, file after file, while tests of one process run:
-    of each file the scenarios of the rings whose tests were selected, slow or not, and those that
-    they need."""
+    """Begins what tests of whole files wait for, file after file, while tests of one process run.
+    A scenario that seconds.json does not know begins when a test asks for it."""
     # what is imported never goes: to look through it again and again takes a tenth of the time
     gc.freeze()
     option, before = session.config.option, None
     if option.collectonly or option.keyword or "::" in str(session.config.args):
         return
 
-    rings = {}
-    for item in session.items:
-        for file in files_of(item):
-            rings.setdefault(file, set()).add(item.get_closest_marker("slow") is not None)
-
-    for file, slow in rings.items():
-        of_file = {one.name: one for one in SCENARIOS[file]}
-        asked = [one for one in of_file.values() if one.slow in slow]
-        needed = [x for x in of_file.values() if any(needs(one, x, of_file) for one in asked)]
-        chosen = [x for x in of_file.values() if x in asked or x in needed]
+    asked = {name for item in session.items for name in scenarios_of(item)}
+    for file, scenarios in SCENARIOS.items():
+        chosen = [one for one in scenarios if f"{file}-{one.name}" in asked]
         if chosen:
             before = begin_scenarios(file, chosen, after=before)
 

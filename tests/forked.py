@@ -201,9 +201,13 @@ def play(file, names, folder, out):
     importlib.import_module(file)
     chosen = {one.name: one for one in SCENARIOS[file]}
 
+    before = 0.0  # to the first one belongs what has been imported
     for name in names:
         began = time.monotonic()
         chosen[name].function(pathlib.Path(folder), *chosen[name].args)
+        rank, spent = NUMBERS.get("RANK", "0"), sum(os.times()[:4])
+        pathlib.Path(folder, f"{name}.{rank}.seconds").write_text(f"{spent - before}")
+        before = spent
         if torch.distributed.is_initialized():
             torch.distributed.barrier()
         if name != names[-1]:
@@ -265,6 +269,7 @@ def serve():
                 rest = (job["arguments"], job["env"], job["cwd"], out, job["alone"])
                 failed = wait(start(job["ranks"], script, *rest), job["timeout"])
         finally:
+            pathlib.Path(job["folder"], "seconds").write_text(f"{sum(os.times()[:4])}")
             with open(f"{out}.tmp", "w") as file:
                 json.dump(failed, file)
             os.rename(f"{out}.tmp", os.path.join(job["folder"], "ended"))

@@ -21,6 +21,7 @@ from unittest import mock
 
 import forked  # noqa: F401  # all groups share one device here, too
 import pytest
+import ring
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
@@ -103,6 +104,7 @@ def ended(folder):
         assert forks().poll() is None, "the process that forks has died"
         time.sleep(0.02)
 
+    ring.spent(float(pathlib.Path(folder, "seconds").read_text()))
     failed = json.loads(how.read_text())
     code = 0
     if failed is not None:
@@ -155,6 +157,11 @@ def ran(function, ranks=None, name=None, file=None):
         time.sleep(0.02)
     out, error = printed(folder)
     assert passed.exists(), f"{one.name}: {out[-5000:]}{error[-20000:]}"
+
+    # what it needs is part of its price
+    for x in (x for x in of_file.values() if x is one or needs(one, x, of_file)):
+        seconds = [float(path.read_text()) for path in folder.glob(f"{x.name}.*.seconds")]
+        ring.spent(sum(seconds), f"{file}-{x.name}")
     return folder
 
 

@@ -8,6 +8,7 @@ import subprocess
 
 import budget
 import pytest
+import ring
 from helpers import ROOT
 
 SCRIPTS = ("common", "critic_fsdp", "critic_megatron", "ppo_loop")
@@ -102,3 +103,20 @@ def f():
     return x
 '''
     assert budget.code_tokens(text) == len("x = f def f ( ) : return x".split())
+
+
+def test_the_default_ring_takes_what_must_run_and_then_what_is_cheapest():
+    """A scenario is paid for once, so a test that shares it becomes cheap."""
+    tests = {"a": [3, []], "b": [1, ["x"]], "c": [1, ["x"]], "d": [9, []], "e": [4, []]}
+    found = {"cheap": 2, "tests": tests, "scenarios": {"x": 4}}
+    assert ring.choose(found, must=["d"], budget=21) == ({"d", "a", "e"}, 18, 9)
+    assert ring.choose(found, must=["b"], budget=16) == ({"b", "c", "a", "e"}, 15, 5)
+    assert ring.choose(found, must=[], budget=1) == (set(), 2, 0)
+
+
+def test_the_default_ring_has_room_for_what_must_run():
+    found = ring.known()
+    _, seconds, of_must = ring.choose(found)
+    assert of_must <= ring.MUST_BUDGET and seconds <= ring.BUDGET
+    for name in ring.MUST.values():
+        assert any(test.startswith(name) for test in found["tests"]), name

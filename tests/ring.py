@@ -1,0 +1,180 @@
+"""Which tests `pytest -q tests` runs: those that five minutes on two cores have room for.
+
+Five minutes on two free cores are about 480 seconds of CPU, because not all overlaps. seconds.json
+says how many each dear test takes, with the processes that it starts. MUST comes first, then the
+cheapest ones, until BUDGET is full; the rest is marked `slow`. A test that is not in seconds.json
+is cheap or new, and runs.
+
+    python -m pytest -q tests -m "" --seconds     runs all, and writes seconds.json (at night)
+    python tests/ring.py                          what is chosen, and what it takes
+"""
+
+import functools
+import json
+import os
+import pathlib
+import time
+
+import pytest
+
+FILE = pathlib.Path(__file__).with_name("seconds.json")
+BUDGET = 440  # seconds of CPU; some 40 more pass outside of tests
+MUST_BUDGET = 200  # what MUST may take of them
+DEAR = 0.5  # seconds of CPU from which on a test stands in seconds.json
+MUST = {  # what must be shown each time -> how the names of its tests begin
+}
+SPENT = []  # of the test that runs: (name of a scenario or None, seconds) of other processes
+
+
+def spent(seconds, scenario=None):
+    """Notes CPU seconds of processes that the present test has waited for. Several tests may wait
+    for a scenario, which counts once."""
+    SPENT.append((scenario, seconds))
+
+
+def own_seconds():
+    """CPU seconds of this process and of those that it has started and waited for."""
+    return sum(os.times()[:4])
+
+
+def machine_seconds():
+    """CPU seconds of the whole machine since its start, without idle ones; 0 where this is not
+    told."""
+    stat = pathlib.Path("/proc/stat")
+    if not stat.exists():
+        return 0.0
+    user, nice, system, _, _, irq, softirq, *_ = map(int, stat.read_text().split()[1:9])
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+# ---- The choice ----------------------------------------------------------------------------------
+
+
+@functools.cache
+def known():
+    """What seconds.json says: {"cheap": seconds of all tests that are not in it, "tests": {id:
+    [seconds, names of scenarios that it waits for]}, "scenarios": {name: seconds}}."""
+    if not FILE.exists():
+        return {"cheap": 0.0, "tests": {}, "scenarios": {}}
+    return json.loads(FILE.read_text())
+
+
+def choose(found, must=None, budget=BUDGET):
+    """The tests of seconds.json that run by default -> (their ids, CPU seconds of all that runs, of
+    these for what must run)."""
+    must = tuple(MUST.values() if must is None else must)
+    chosen, paid, total = set(), set(), found["cheap"]
+
+    def price(test):
+        seconds, scenarios = found["tests"][test]
+        return seconds + sum(found["scenarios"][name] for name in {*scenarios} - paid)
+
+    def take(test):
+        seconds = price(test)
+        chosen.add(test)
+        paid.update(found["tests"][test][1])
+        return seconds
+
+    for test in [x for x in found["tests"] if x.startswith(must)]:
+        total += take(test)
+    of_must = total - found["cheap"]
+
+    # what shares a scenario with a test that was taken has become cheaper
+    while rest := found["tests"].keys() - chosen:
+        cheapest = min(rest, key=lambda test: (price(test), test))
+        if total + price(cheapest) > budget:
+            break
+        total += take(cheapest)
+    return chosen, total, of_must
+
+
+# ---- What pytest calls ---------------------------------------------------------------------------
+
+
+class Ring:
+    """A plug-in: chooses, measures, and says how long it takes."""
+
+    def __init__(self, config):
+        self.config = config
+        self.found = known()
+        self.chosen, *_ = choose(self.found)
+        self.measured = {}  # id -> (seconds of this process, [(scenario, seconds), ...])
+        self.ahead = {}  # id -> seconds of each test that has still to run
+        self.all = 0.0  # their sum at the start
+        self.machine = machine_seconds()
+        self.said = self.began = time.monotonic()
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_collection_modifyitems(self, items):
+        """Marks what is not chosen, before -m is looked at."""
+        for item in items:
+            if item.nodeid in self.found["tests"] and item.nodeid not in self.chosen:
+                item.add_marker(pytest.mark.slow)
+
+    def pytest_collection_finish(self, session):
+        paid = set()
+        for item in session.items:
+            seconds, scenarios = self.found["tests"].get(item.nodeid, (0.1, ()))
+            new = {*scenarios} - paid
+            self.ahead[item.nodeid] = seconds + sum(self.found["scenarios"][x] for x in new)
+            paid |= new
+        self.all = sum(self.ahead.values())
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item):
+        SPENT.clear()
+        before = own_seconds()
+        result = yield
+        self.measured[item.nodeid] = (own_seconds() - before, SPENT[:])
+        return result
+
+    def pytest_runtest_logfinish(self, nodeid):
+        """Says each half minute what is left, by the seconds of the tests that have run."""
+        self.ahead.pop(nodeid, None)
+        now, left = time.monotonic(), sum(self.ahead.values())
+        if now - self.said > 30 and 0 < left < self.all:
+            minutes = (now - self.began) / 60 * left / (self.all - left)
+            terminal = self.config.pluginmanager.get_plugin("terminalreporter")
+            terminal.write(f"\n{1 - left / self.all:.0%} done, {minutes:.1f} minutes left\n")
+            self.said = now
+
+    def pytest_terminal_summary(self, terminalreporter):
+        minutes = (time.monotonic() - self.began) / 60
+        seconds = machine_seconds() - self.machine
+        terminalreporter.write_line(
+            f"{minutes:.1f} minutes; {seconds:.0f} seconds of CPU on the whole machine"
+        )
+        if self.config.getoption("--seconds"):
+            self.save()
+
+    def save(self):
+        """Writes seconds.json anew: of tests that wait for scenarios, and of dear ones."""
+        tests, scenarios, cheap = {}, {}, own_seconds() - sum(x for x, _ in self.measured.values())
+        for test, (seconds, more) in sorted(self.measured.items()):
+            scenarios |= {name: round(x, 1) for name, x in more if name}
+            seconds += sum(x for name, x in more if not name)
+            names = sorted({name for name, _ in more if name})
+            if names or seconds >= DEAR:
+                tests[test] = [round(seconds, 1), names]
+            else:
+                cheap += seconds
+        found = {"cheap": round(cheap, 1), "tests": tests, "scenarios": scenarios}
+        FILE.write_text(json.dumps(found).replace(', "', ',\n"') + "\n")
+
+
+def main():
+    """Prints what is chosen."""
+    found = known()
+    chosen, total, of_must = choose(found)
+    print(
+        f"{len(chosen)} of {len(found['tests'])} dear tests and all cheap ones: {total:.0f} seconds"
+        f" of {BUDGET}; {of_must:.0f} of {MUST_BUDGET} for what must run"
+    )
+    for what, name in MUST.items():
+        tests = [test for test in found["tests"] if test.startswith(name)]
+        seconds = sum(found["tests"][test][0] for test in tests)
+        print(f"{what:32}{len(tests):4} {seconds:6.1f} s")
+
+
+if __name__ == "__main__":
+    main()
