@@ -208,7 +208,7 @@ def test_one_row_id_for_two_padded_rows_is_refused_where_they_are_used():
 # ---- PPO maths -----------------------------------------------------------------------------------
 
 
-def test_value_loss_equals_verl():
+def test_value_loss_and_its_clipping_equal_verl():
     """Four aggregation modes x four clip ranges: loss, clip fraction and gradient."""
     case, results = (verl()["value_loss"][name] for name in ("in", "out"))
     batch = flat(case["response_mask"], values=case["values"], returns=case["returns"])
