@@ -601,7 +601,7 @@ def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
     """The page's table, within three standard errors on another CPU, and what is said of it."""
     for line in [line for kind, line in COMMANDS if kind == "pay"]:
         said = succeeded(ended(started(line, copy)))
-    page = noise_told(PAGES["truth.md"])
+    page = noise_told(PAGES["pays.md"])
     assert len(page) == 6
     assert noise_told(said) == [
         (name, words, pytest.approx(x, abs=max(0.01, 3 * error)), pytest.approx(error, rel=0.5))
@@ -645,7 +645,7 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     assert told[0] == told[1]
 
     # the run has ended with the page's table of noise, but for the mean of several answers
-    names = [name for name, *_ in noise_told(PAGES["truth.md"]) if name != "group"]
+    names = [name for name, *_ in noise_told(PAGES["pays.md"]) if name != "group"]
     assert [name for name, *_ in noise_told(said_of_ppo)] == names
 
     # the true values are there
@@ -657,7 +657,7 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
 
     # each column of the table is on the page
     columns = re.search(r"^\| \|(.*)\|$", said, flags=re.M)[1].replace("lambda ", "").split("|")
-    shown = PAGES["truth.md"].partition("| column | what it tells |")[2].partition("\n\n")[0]
+    shown = PAGES["pays.md"].partition("| column | what it tells |")[2].partition("\n\n")[0]
     names = ", ".join(re.findall(r"^\| ([^|-]+) \|", shown, flags=re.M)).replace("lambda ", "")
     assert [name.strip() for name in columns] == names.split(", ")
 
