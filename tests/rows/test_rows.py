@@ -7,7 +7,6 @@ import os
 import re
 from functools import partial
 
-import numpy
 import pytest
 import torch
 from helpers import random_batch, refused, worker
@@ -57,27 +56,19 @@ def test_parts_of_text_are_joined_in_every_message_by_both_scripts():
     assert text_of_prompt(a_tokenizer(), prompt=chat) == (shown, "1+1?")
 
 
-def test_prompts_that_differ_in_their_parts_are_different_prompts():
-    chats = [[{"role": "user", "content": parts(q)}] for q in "abca"]
-    lines = [json.dumps(GOOD | {"messages": chat}) for chat in chats]
-    rows = common.read_rows(lines, a_tokenizer())
-    assert rows.groups() == [[[0], [3]], [[1]], [[2]]]
-
-
-@pytest.mark.parametrize("content, words", [
-    (None, "message 1: needs content; only one with tool_calls may lack it"),
-    (7, "message 1: its content must be text, not 7"),
-    ({"text": "1+1?"}, "message 1: its content must be text"),
-    ([], "message 1: its content has parts that are not text: []"),
-    ([*parts("x"), {"type": "image"}], 'parts that are not text: [{"type": "image"}]'),
-    ([{"type": "text", "text": None}], "parts that are not text"),
-    (["1+1?"], 'parts that are not text: ["1+1?"]'),
+@pytest.mark.parametrize("bad, words", [
+    ({"content": "hi"}, "message 1: must be an object with a role and content"),
+    ({"role": 1, "content": "hi"}, "message 1: must be an object with a role and content"),
+    (USER | {"content": None}, "message 1: needs content; only one with tool_calls may lack it"),
+    (USER | {"content": 7}, "message 1: its content must be text, not 7"),
+    (USER | {"content": []}, "message 1: its content has parts that are not text: []"),
+    (USER | {"content": [*parts("x"), {"type": "image"}]}, 'not text: [{"type": "image"}]'),
+    (USER | {"content": [{"type": "text", "text": None}]}, "parts that are not text"),
+    (USER | {"content": ["1+1?"]}, 'parts that are not text: ["1+1?"]'),
 ])  # fmt: skip
-def test_other_content_is_refused_in_every_message_with_file_and_line(content, words):
-    bad = {"role": "user", "content": content}
-    last = {"role": "user", "content": "hi"}
+def test_a_bad_message_is_refused_by_both_scripts_with_its_place(bad, words):
     call = CALL | {"content": "x"}
-    for chat, number in (([bad], 1), ([bad, last], 1), ([last, call, bad], 3)):
+    for chat, number in (([bad], 1), ([bad, USER], 1), ([USER, call, bad], 3)):
         said = words.replace("message 1", f"message {number}")
         with refused(said, begin="toy:1: message "):
             text_of_row(a_tokenizer(WITH_CALLS), messages=chat)
@@ -100,29 +91,12 @@ def test_parts_of_images_are_left_to_the_template_of_a_model_that_reads_them(par
     assert common.chat_text(tokenizer, chat) == "<image>what?"
 
 
-@pytest.mark.parametrize("message", [{"content": "hi"}, {"role": 1, "content": "hi"}])
-def test_a_message_needs_a_role(message):
-    with refused("must be an object with a role and content", begin="toy:1: message 1"):
-        text_of_row(a_tokenizer(), messages=[message])
-
-
-RESULT = {"role": "tool", "content": "2"}
-SHOWN = "<user>1+1?<assistant>1<tool>2"  # a question, a call, its result
-
-
-@pytest.mark.parametrize("call", [CALL | {"content": None}, CALL])  # null, and no content at all
-def test_null_may_stand_next_to_tool_calls_if_the_template_shows_nothing_for_it(call):
-    shows = WITH_CALLS.replace("m['content']", "m.content or ''")
-    chat = [USER, call, RESULT]
-    assert text_of_row(a_tokenizer(shows), messages=chat) == f"{SHOWN}2<eos>"
-
-
 # ---- The first row, at the start -----------------------------------------------------------------
 
 
-def shown(lines, tokenizer, capsys, **fields):
+def shown(lines, tokenizer, capsys):
     """The line that shows the first of these rows."""
-    rows = common.read_rows([json.dumps(line) for line in lines], tokenizer, **fields)
+    rows = common.read_rows([json.dumps(line) for line in lines], tokenizer)
     common.describe_rows(rows, 1.0, "a test", tokenizer)
     (line,) = [x for x in capsys.readouterr().out.splitlines() if x.startswith("first row  ")]
     return line.removeprefix("first row  ")
@@ -135,16 +109,11 @@ def test_the_first_row_is_shown_with_its_special_tokens_and_actions(capsys):
     tokenizer = a_tokenizer(knows, begins="<s>", bos="<s>")
 
     text = GOOD | {"prompt": "1+1="}
-    chat = GOOD | {"messages": [USER, RESULT]}
+    chat = GOOD | {"messages": [USER, {"role": "tool", "content": "2"}]}
     assert shown([text, chat], tokenizer, capsys) == "'<s>1+1=' -> '2<eos>'"
     assert shown([chat, text], tokenizer, capsys) == "'<user>1+1?' -> '2<eos>'"
 
-
-def test_what_follows_an_action_is_shown_apart(capsys):
-    dialogue = {"prompt": "1+1=", "response": "add\n22", "reward": 1.0}
-    dialogue["response_mask"] = [1, 1, 1, 0, 0, 1, 1]
-    assert shown([dialogue], a_tokenizer(), capsys) == "'1+1=' -> 'add' <- '\\n2' -> '2<eos>'"
-
+    # and what others say behind an action, here of a row without a tokenizer
     ids = {"prompt_ids": [5, 6], "response_ids": [7, 8], "response_mask": [1, 0], "reward": 1.0}
     assert shown([ids], None, capsys) == "[5, 6] -> [7] <- [8]"
 
@@ -173,36 +142,29 @@ def test_the_loop_shows_its_first_prompt(tmp_path, capsys):
 # ---- Rows of other systems -----------------------------------------------------------------------
 
 ANSWER = {"role": "assistant", "content": "2"}
+OURS = {"prompt_ids": [5], "messages": [USER], "response": "3", "response_ids": [7]}
+OURS |= {"rewards": [0.5], "reward": 9.0}
 SHAPES = {  # who writes it -> the row, and where its prompt, response and reward are
-    "plain": ({"prompt": "<user>1+1?", "response": "2", "reward": 1.0}, {}),
-    "TRL": ({"prompt": [USER], "completion": [ANSWER], "reward": 1.0}, {}),
     "TRL, text": ({"prompt": "<user>1+1?", "completion": "2", "reward": 1.0}, {}),
-    "a whole chat": ({"messages": [USER, ANSWER], "reward": 1.0}, {}),
     "a whole chat as the prompt": (
         {"prompt": [USER, {"role": "assistant", "content": parts("2")}], "reward": 1},
         {},
-    ),
-    "other keys": (
-        {"question": [USER], "answer": "2", "score": 1.0},
-        {"prompt": "question", "response": "answer", "reward": "score"},
     ),
     "nested keys": (
         {"prompt": [USER], "out": {"text": "2", "judge": {"score": 1}}},
         {"prompt": "prompt", "response": "out.text", "reward": "out.judge.score"},
     ),
     "a key that wins over ours": (
-        {
-            "q": [USER],
-            "prompt_ids": [5],
-            "messages": [USER],
-            "a": "2",
-            "response": "3",
-            "response_ids": [7],
-            "score": 1,
-            "rewards": [0.5],
-            "reward": 9.0,
-        },
+        OURS | {"q": [USER], "a": "2", "score": 1},
         {"prompt": "q", "response": "a", "reward": "score"},
+    ),
+    "a key that has the name of ours": (
+        {"prompt": [USER], "messages": [ANSWER], "response": "2", "reward": 1},
+        {"prompt": "prompt"},
+    ),
+    "one of a pair": (
+        {"prompt": [USER], "chosen": "2", "rejected": "3", "score": 1.0},
+        {"response": "chosen", "reward": "score"},
     ),
     "a key with a dot": (
         {"prompt": [USER], "response": "2", "a.b": 1.0, "a": {"b": 9}},
@@ -218,18 +180,6 @@ def test_rows_of_other_systems_are_read(shape):
     rows = common.read_rows([json.dumps(row)], tokenizer, keys=keys)
     assert tokenizer.decode(rows.input_ids) == "<user>1+1?2<eos>"
     assert rows.token_level_rewards.tolist() == [0.0] * (len(rows.input_ids) - 1) + [1.0]
-
-
-@pytest.mark.parametrize("key, lost", [("tool_calls", CALL["tool_calls"]), ("reasoning", "1 + 1")])
-@pytest.mark.parametrize("shape", ["a whole chat", "TRL"])
-def test_an_answer_that_is_more_than_its_text_is_refused(shape, key, lost):
-    """Otherwise the critic would learn from an answer that the policy has not given."""
-    answer = ANSWER | {key: lost}
-    row = {"messages": [USER, answer], "reward": 1.0}
-    if shape == "TRL":
-        row = {"prompt": [USER], "completion": [answer], "reward": 1.0}
-    with refused(f"message 2: the chat template leaves out its {key}; give response_ids"):
-        common.read_rows([json.dumps(row)], a_tokenizer())
 
 
 @pytest.mark.parametrize("more, words", [
@@ -265,81 +215,51 @@ def test_the_loop_reads_nested_answers_as_verl_writes_them(key, answer):
     assert (prompt.text, prompt.answer) == ("1+1?", answer)
 
 
-def test_tools_and_options_reach_the_chat_template():
-    """As Qwen3's, which has an empty thought before the answer unless thinking is enabled."""
-    thinks = "{% for t in tools %}[{{ t.name }}]{% endfor %}" + TURNS
-    thinks += "{% if enable_thinking is false %}<think></think>{% endif %}"
-    tokenizer = a_tokenizer(thinks)
-
-    row = {"messages": [USER], "tools": [{"name": "add"}], "response": "2", "reward": 1.0}
-    rows = common.read_rows([json.dumps(row)], tokenizer, chat={"enable_thinking": False})
-    assert tokenizer.decode(rows.input_ids) == "[add]<user>1+1?<think></think>2<eos>"
-
-    run = a_run_on_prompts(chat_template_kwargs='{"enable_thinking": false}')
-    line = json.dumps({"prompt": [USER], "tools": [{"name": "add"}]})
-    (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
-    assert tokenizer.decode(prompt.ids) == "[add]<user>1+1?<think></think>"
-
-
-@SCRIPTS
-def test_the_critics_pass_keys_and_options_on(script, tmp_path):
+def test_keys_and_options_of_the_template_are_passed_on(tmp_path):
     tokenizer = a_tokenizer(TURNS + "{{ more }}")
     path = tmp_path / "rows.jsonl"
     path.write_text(json.dumps({"q": [USER], "a": {"text": "2"}, "points": 0.5}))
-    run = script.Run(
-        rollouts=str(path),
-        prompt_key="q",
-        response_key="a.text",
-        reward_key="points",
-        chat_template_kwargs='{"more": "!"}',
-    )
-    made = script.CriticWorker(script.Config())
+    keys = {"prompt_key": "q", "chat_template_kwargs": '{"more": "!"}'}
+    of_rows = {"rollouts": str(path), "response_key": "a.text", "reward_key": "points"}
+    run = critic_fsdp.Run(**keys, **of_rows)
+    made = critic_fsdp.CriticWorker(critic_fsdp.Config())
     made.tokenizer = tokenizer
 
-    rows, _ = script.load_rows(run, made)
+    rows, _ = critic_fsdp.load_rows(run, made)
     assert tokenizer.decode(rows.input_ids) == "<user>1+1?!2<eos>"
     assert rows.token_level_rewards.sum() == 0.5
     with refused("must be a JSON object", begin="--chat-template-kwargs [1]: "):
-        script.load_rows(dataclasses.replace(run, chat_template_kwargs="[1]"), made)
+        critic_fsdp.load_rows(dataclasses.replace(run, chat_template_kwargs="[1]"), made)
+
+    # and by the loop
+    (prompt,) = ppo_loop.load_prompts(str(path), "--prompts", a_run_on_prompts(**keys), tokenizer)
+    assert tokenizer.decode(prompt.ids) == "<user>1+1?!"
 
 
 # ---- Special tokens ------------------------------------------------------------------------------
 
-BEGINS_AND_ENDS = {"begins": "<s>", "ends": "<eos>", "bos": "<s>"}
-
-
-KINDS = [  # arguments of a_tokenizer, and how its rows begin
+BEGINNINGS = pytest.mark.parametrize("kind, begin", [  # of a_tokenizer, and how its rows begin
     ({"ends": "<eos>"}, ""),
-    (BEGINS_AND_ENDS, "<s>"),
+    ({"begins": "<s>", "ends": "<eos>", "bos": "<s>"}, "<s>"),
     ({"begins": "<s>", "bos": "<s>"}, "<s>"),
+    ({"begins": "<b> <s>", "bos": "<s>"}, "<b><s>"),
     ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"),
     ({"begins": "[CLS]", "ends": "[SEP]"}, "[CLS]"),
-]
-
-
-@pytest.mark.parametrize("kind, begin", KINDS)
-def test_a_row_begins_once_and_never_ends_in_its_middle(kind, begin):
-    """For prompts of text and of chats, in the critic's rows and in PPO's."""
-    tokenizer = a_tokenizer(begin + TURNS, **kind)
-    chat = [{"role": "user", "content": "hi"}]
-    assert text_of_row(tokenizer, prompt="1+1=") == f"{begin}1+1=2<eos>"
-    assert text_of_row(tokenizer, messages=chat) == f"{begin}<user>hi2<eos>"
-    assert text_of_prompt(tokenizer, prompt="1+1=") == (f"{begin}1+1=", "1+1=")
-    assert text_of_prompt(tokenizer, prompt=chat) == (f"{begin}<user>hi", "hi")
+])  # fmt: skip
 
 
 @pytest.mark.parametrize("key, source, shown", [
-    ("prompt", "1+1=", "1+1="), ("messages", [{"role": "user", "content": "hi"}], "<user>hi"),
+    ("prompt", "1+1=", "1+1="), ("messages", [USER], "<user>1+1?"),
 ])  # fmt: skip
-@pytest.mark.parametrize("kind, begin", KINDS)
-def test_a_row_with_a_hint_begins_once_and_never_ends_in_its_middle(
-    kind, begin, key, source, shown
-):
+@BEGINNINGS
+def test_a_row_begins_once_and_never_ends_in_its_middle(kind, begin, key, source, shown):
+    """With a hint and without, in the critic's rows and in PPO's."""
     tokenizer = a_tokenizer(begin + TURNS, **kind)
     hint = "For the critic only: 7\n"
     line = json.dumps(GOOD | {key: source, "answer": 7})
-    rows = common.read_rows([line], tokenizer, hint_key="answer")
-    assert tokenizer.decode(rows.input_ids) == f"{begin}{hint}{shown}2<eos>"
+    for hint_key, text in ((None, f"{begin}{shown}"), ("answer", f"{begin}{hint}{shown}")):
+        rows = common.read_rows([line], tokenizer, hint_key=hint_key)
+        assert tokenizer.decode(rows.input_ids) == f"{text}2<eos>"
 
     # the actor reads no hint
     run = a_run_on_prompts(prompt_key=key, privileged_key="answer")
@@ -348,18 +268,9 @@ def test_a_row_with_a_hint_begins_once_and_never_ends_in_its_middle(
     assert tokenizer.decode(prompt.ids) == f"{begin}{shown}"
 
 
-def test_a_prompt_that_brings_its_own_bos_gets_no_second_one():
-    """As in text that a chat template has made before."""
-    tokenizer = a_tokenizer(**BEGINS_AND_ENDS)
-    assert tokenizer.decode(tokenizer.encode("<s>1+1=")) == "<s><s>1+1=<eos>"
-    assert text_of_row(tokenizer, prompt="<s>1+1=") == "<s>1+1=2<eos>"
-    assert text_of_prompt(tokenizer, prompt="<s>1+1=")[0] == "<s>1+1="
-
-
-@pytest.mark.parametrize("kind, begin", [
-    ({"begins": "[gMASK] <sop>"}, "[gMASK]<sop>"), ({"begins": "<b> <s>", "bos": "<s>"}, "<b><s>"),
-])  # fmt: skip
-def test_a_prompt_that_brings_all_of_its_beginning_gets_no_second_one(kind, begin):
+@BEGINNINGS
+def test_a_prompt_that_brings_its_own_beginning_gets_no_second_one(kind, begin):
+    """As text that a chat template has made before."""
     tokenizer = a_tokenizer(**kind)
     assert text_of_row(tokenizer, prompt=f"{begin}1+1=") == f"{begin}1+1=2<eos>"
     assert text_of_prompt(tokenizer, prompt=f"{begin}1+1=")[0] == f"{begin}1+1="
@@ -392,16 +303,12 @@ def test_an_empty_response_is_a_policy_that_stopped_at_once():
 # ---- Files ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("encode", [
-    lambda text: codecs.BOM_UTF8 + text.encode(),
-    lambda text: b"\n".join(codecs.BOM_UTF8 + line for line in text.encode().splitlines()),
-], ids=["utf-8", "joined files"])  # fmt: skip
-def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
+def test_files_with_byte_order_marks_may_be_joined(tmp_path):
     lines = [json.dumps(GOOD | {"prompt": prompt}, ensure_ascii=False) for prompt in ("1+1=", "é=")]
     tokenizer = a_tokenizer()
     expected = common.read_rows(lines, tokenizer)
     path = tmp_path / "rows.jsonl"
-    path.write_bytes(encode("\n".join(lines)))
+    path.write_bytes(b"\n".join(codecs.BOM_UTF8 + line.encode() for line in lines))
 
     # as rows, as prompts, and as lines to which scores are added
     assert torch.equal(common.read_rows(str(path), tokenizer).input_ids, expected.input_ids)
@@ -412,22 +319,6 @@ def test_a_file_with_a_byte_order_mark_is_read(encode, tmp_path):
     common.write_scores(str(path), str(tmp_path), expected, tokenizer, 1.0)
     scored = common.read_lines(tmp_path / "scored.jsonl")
     assert [(row["prompt"], row["last_value"]) for row in scored] == [("1+1=", 1.0), ("é=", 1.0)]
-
-
-def test_a_file_in_utf_16_is_refused(tmp_path):
-    line = json.dumps(GOOD | {"prompt": "1+1="})
-    (tmp_path / "rows.jsonl").write_text(f"{line}\n{line}\n", "utf-16")
-    with refused("JSON", begin=f"--rollouts {tmp_path}/rows.jsonl:1: "):
-        common.read_rows(str(tmp_path / "rows.jsonl"), a_tokenizer())
-
-
-def test_scores_stand_next_to_the_rows_of_a_file_of_another_system(tmp_path):
-    rows = random_batch(2, idle=False)
-    rows.source = torch.arange(2)
-    lines = [json.dumps(GOOD | {"prompt": "1+1=", "response_mask": [1], "n": n}) for n in (1, 2)]
-    (tmp_path / "rows.jsonl").write_bytes(codecs.BOM_UTF8 + "\n".join(lines).encode())
-    common.write_scores(str(tmp_path / "rows.jsonl"), str(tmp_path), rows, None, 1.0)
-    assert [row["n"] for row in common.read_lines(tmp_path / "scored.jsonl")] == [1, 2]
 
 
 def test_what_is_scored_is_no_pipe_because_it_is_read_twice():
@@ -468,12 +359,9 @@ def test_true_values_are_read_where_a_row_has_them(response):
     assert columns_of(rows, "truth_noise")[0] == [0.0] * 3
     assert [noise[::2] for noise in columns_of(rows, "truth_noise")[1:]] == [[0.125, 0.0]] * 2
 
-
-def test_true_values_are_exact_unless_their_noise_is_given():
-    row = SUM | {"truth": [0.25, None, 1]}
-    assert columns_of(common.read_rows([json.dumps(row)], a_tokenizer()), "truth_noise") == [
-        [0.0] * 3
-    ]
+    # they are exact unless their noise is given
+    rows = common.read_rows([json.dumps(SUM | {"truth": TRUE["truth"]})], a_tokenizer())
+    assert columns_of(rows, "truth_noise") == [[0.0] * 3]
 
 
 @pytest.mark.parametrize("row", [
@@ -498,12 +386,11 @@ def test_true_values_that_do_not_fit_are_refused_by_name(more, words):
         common.read_rows([json.dumps(SUM | x) for x in (TRUE, more)], a_tokenizer())
 
 
-@SCRIPTS
-def test_a_critic_without_flags_is_judged_by_true_values(script, capsys, tmp_path):
+def test_a_critic_without_flags_is_judged_by_true_values(capsys, tmp_path):
     """Its held-out rows have them at each action, and the line of an evaluation tells of them."""
-    made = script.CriticWorker(script.Config())
+    made = critic_fsdp.CriticWorker(critic_fsdp.Config())
     made.tokenizer = common.char_tokenizer()
-    train, held_out = script.load_rows(script.Run(), made)
+    train, held_out = critic_fsdp.load_rows(critic_fsdp.Run(), made)
     assert train.truth is None
 
     # the chance of a right answer at first, and the reward at the end; a wrong answer with which
@@ -655,90 +542,41 @@ def test_scores_stand_next_to_the_lines_of_their_rows(tmp_path):
     assert torch.equal(again.input_ids, rows.input_ids)
 
 
-def test_the_rank_of_a_row_is_that_of_its_episode(tmp_path):
-    """Among the episodes that begin with its prompt, by what they are worth at their end."""
-    end = {"prompt": "?", "response": "4"}
-    lines = [A | {"episode": name, "reward": 1} for name in "abc"]
-    lines += [end | {"episode": name} for name in "abc"]
-    path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(map(json.dumps, lines)))
-    rows = common.read_rows(str(path), a_tokenizer())
-    rows.values = torch.zeros(len(rows.input_ids))
-    rows.values[rows.cu_seqlens[1:] - 1] = torch.tensor([9.0, 1.0, 5.0, 3.0, 7.0, 2.0])
-    common.write_scores(str(path), str(tmp_path), rows, None, 1.0)
-    scored = common.read_lines(tmp_path / "scored.jsonl")
-    assert [row["rank"] for row in scored] == [3, 1, 2] * 2
-    assert [row["last_value"] for row in scored] == [9.0, 5.0, 7.0, 1.0, 3.0, 2.0]
-
-
 # ---- Batches made by hand ------------------------------------------------------------------------
 
-FAULTS = {  # column -> what a user might put there, and words of the answer
-    "input_ids": [
-        (lambda x: x.int(), "must be a (T,) tensor of torch.int64 on the host, not torch.int32"),
-        (lambda x: x[None], "of shape (1, "),
-        (lambda x: x.tolist(), "not list"),
-        (lambda x: x.to("meta"), "on meta"),
-    ],
-    "response_mask": [
-        (lambda x: x.int(), "must be a (T,) tensor of torch.bool"),
-        (lambda x: x.float(), "torch.bool"),
-        (lambda x: x[:-1], "has"),
-    ],
-    "cu_seqlens": [
-        (lambda x: x.int(), "must be a (B+1,) tensor of torch.int64"),
-        (lambda x: x[:-1], "must begin at 0, grow, and end at"),
-        (lambda x: torch.cat([x[:-1], x[-1:] - 1]), "must begin at 0, grow, and end at"),
-        (lambda x: x + 1, "must begin at 0"),
-        (lambda x: torch.cat([x[:1], x[:1], x[2:]]), "must begin at 0, grow"),
-    ],
-    "row_id": [
-        (lambda x: x.int(), "must be a (B,) tensor of torch.int64"),
-        (lambda x: None, "is missing"),
-    ],
-    "truncated": [(lambda x: x.long(), "must be a (B,) tensor of torch.bool")],
-    "values": [(lambda x: x.double(), "torch.float32")],
-    "returns": [
-        (lambda x: x[:, None], "of shape"),
-        (lambda x: x.to_sparse(), "torch.sparse_coo"),
-        (lambda x: None, "is missing"),
-    ],
-    "multi_modal_inputs": [(lambda x: [{}] * 3, "has 3 entries instead of 4")],
-}
+FAULTS = [  # column, what a user might put there, and words of the answer
+    ("input_ids", lambda x: x[None], "of shape (1, "),
+    ("input_ids", lambda x: x.tolist(), "not list"),
+    ("input_ids", lambda x: x.to("meta"), "on meta"),
+    ("response_mask", lambda x: x.int(), "must be a (T,) tensor of torch.bool on the host, not"),
+    ("response_mask", lambda x: x[:-1], "has"),
+    ("cu_seqlens", lambda x: x.int(), "must be a (B+1,) tensor of torch.int64"),
+    ("cu_seqlens", lambda x: x[:-1], "must begin at 0, grow, and end at"),
+    ("cu_seqlens", lambda x: torch.cat([x[:-1], x[-1:] - 1]), "must begin at 0, grow, and end at"),
+    ("cu_seqlens", lambda x: x + 1, "must begin at 0"),
+    ("cu_seqlens", lambda x: torch.cat([x[:1], x[:1], x[2:]]), "must begin at 0, grow"),
+    ("row_id", lambda x: None, "is missing"),
+    ("truncated", lambda x: x.long(), "must be a (B,) tensor of torch.bool"),
+    ("values", lambda x: x.double(), "torch.float32"),
+    ("returns", lambda x: x.to_sparse(), "torch.sparse_coo"),
+    ("returns", lambda x: None, "is missing"),
+    ("multi_modal_inputs", lambda x: [{}] * 3, "has 3 entries instead of 4"),
+    ("episode", lambda x: torch.zeros(4), "must be a (B,) tensor of torch.int64"),
+    ("episode", lambda x: torch.tensor([0, 0]), "has 2 entries instead of 4"),
+]
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_batch_made_by_hand_is_told_which_column_is_wrong(name):
+def test_a_batch_made_by_hand_is_told_which_column_is_wrong():
     critic = worker()
     batch = random_batch(4, idle=False)
     batch.returns = batch.values.clone()
     critic.set_budget(batch.longest[0], "the longest row")
     critic.update_critic(batch)
 
-    for spoil, words in FAULTS[name]:
+    for name, spoil, words in FAULTS:
         spoiled = dataclasses.replace(batch, **{name: spoil(getattr(batch, name))})
         with refused(words, begin=f"{name}: ", kind=ValueError):
             critic.update_critic(spoiled)
-
-
-@pytest.mark.parametrize("images", [({},) * 4, 4, numpy.array([{}] * 4)], ids=str)
-def test_images_of_another_form_are_errors_of_python(images):
-    """The last one is that of verl."""
-    critic = worker()
-    batch = random_batch(4, idle=False)
-    batch.returns = batch.values.clone()
-    batch.multi_modal_inputs = images
-    critic.set_budget(batch.longest[0], "the longest row")
-    with pytest.raises((TypeError, ValueError, AttributeError)):
-        critic.update_critic(batch)
-
-
-def test_a_column_that_only_some_ranks_pass_is_named():
-    batch = random_batch(4, idle=False)
-    with_log_probs = dataclasses.replace(batch, old_log_probs=batch.values)
-    parts = [batch.select([0, 1]), with_log_probs.select([2, 3])]
-    with refused("only some batches have it", begin="old_log_probs: ", kind=ValueError):
-        common.concat(parts)
 
 
 @SCRIPTS
