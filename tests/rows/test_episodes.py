@@ -4,9 +4,7 @@ test_megatron_layouts.py, whose references of segments are those of the whole ro
 
 import dataclasses
 import itertools
-import json
 import math
-import random
 import re
 import shutil
 
@@ -17,7 +15,6 @@ from helpers import (
     cut_into_segments,
     parts_of,
     random_batch,
-    refused,
     rows_after,
     rows_of,
     spans_of,
@@ -31,6 +28,7 @@ from reference import gae_by_hand
 import common
 import critic_fsdp
 import critic_megatron
+import ppo_loop
 
 SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
 
@@ -244,39 +242,19 @@ def test_what_segments_with_images_share_is_not_counted():
     assert [same.tolist() for same in common.by_prompt(told)] == [[0, 1], [2]]
 
 
-def test_a_column_of_episodes_that_is_none_is_refused():
-    batch = random_batch(3)
-    batch.episode = torch.tensor([0.0, 0.0, 2.0])
-    with refused("episode: must be a (B,) tensor of torch.int64 on the host"):
-        common.check(batch)
-    batch.episode = torch.tensor([0, 0])
-    with refused("episode: has 2 entries instead of 3"):
-        common.check(batch)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
 def test_a_run_on_a_file_of_episodes_is_the_same_on_two_ranks_and_after_a_kill(script, tmp_path):
     """Segments of an episode stand apart in the file. Steps are of whole episodes, in mini-batches
     of rows; after kill -9 behind a checkpoint the run ends with the same bits."""
-    g = random.Random(0)
-    lines = []
-    for episode in range(24):
-        text = "".join(g.choices("0123456789", k=4)) + "="
-        for segment in range(g.randint(1, 5)):
-            answer = "".join(g.choices("0123456789", k=g.randint(1, 4)))
-            row = {"episode": f"a{episode % 23}", "prompt": text, "response": answer}
-            lines.append((segment, row | {"reward": g.random()}))
-            text += answer + "+" if segment % 2 else answer + "-"
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("\n".join(json.dumps(row) for _, row in sorted(lines, key=lambda x: x[0])))
+    ppo_loop.write_jsonl(cut_into_segments(random_batch(24, idle=False)), rows)
+    common.replace_lines(rows, sorted(common.read_lines(rows), key=lambda row: row["segment"]))
 
-    flags = (
-        f"--rollouts {rows} --train-batch-size 30 --steps 4 --save-every 1 --eval-every 4 --lam 0.9"
-    )
-    flags = [script, *flags.split(), "--ppo-mini-batch-size", "16"]
+    flags = f"{script} --rollouts {rows} --train-batch-size 30 --ppo-mini-batch-size 16 --steps 4"
+    flags = [*flags.split(), *"--save-every 1 --eval-every 4 --lam 0.9".split()]
     one = succeeded(torchrun(1, *flags, "--out-dir", tmp_path / "one"))
-    assert re.search(r"rows       \d+ of 23 episodes of", one)
+    assert re.search(r"rows       \d+ of 24 episodes of", one)
     succeeded(torchrun(2, *flags, "--out-dir", tmp_path / "two"))
     ours, theirs = (common.read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
     assert len(ours) == len(theirs) == 4
