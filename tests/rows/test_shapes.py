@@ -156,6 +156,7 @@ def test_a_function_makes_the_rows_before_all_else_looks_at_them(tmp_path):
     ("text", ': a row must be an object, not "4"'),
     ("texts", ': a row must be an object, not "4"'),
     ("key", " (KeyError: 'answer')"),
+    ("other", " (KeyError: 'other')"),  # it is not there
     ("numbers", " (TypeError: Object of type Fraction is not JSON serializable"),
 ])  # fmt: skip
 @pytest.mark.parametrize("flag", ["--rollouts", "--prompts"])
@@ -168,20 +169,6 @@ def test_a_fault_of_a_function_is_one_line_with_its_place(name, fault, flag, tmp
             ppo_loop.load_prompts(str(file), flag, a_run_on_prompts(rows=function), a_tokenizer())
         else:
             common.read_rows(str(file), a_tokenizer(), convert=function)
-
-
-def test_a_function_that_is_not_there_is_named(tmp_path):
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
-    with refused("(KeyError: 'other')", begin=f"toy:1: --rows {tmp_path}/mine.py:other "):
-        common.read_rows(["{}"], a_tokenizer(), convert=f"{tmp_path}/mine.py:other")
-
-
-def test_prompts_are_made_by_a_function(tmp_path):
-    (tmp_path / "mine.py").write_text("def ask(row): return [{'prompt': x} for x in row['asks']]")
-    used = a_run_on_prompts(rows=f"{tmp_path}/mine.py:ask")
-    line = json.dumps({"asks": ["1+1=", "2+2="]})
-    prompts = ppo_loop.load_prompts([line], "--prompts", used, a_tokenizer())
-    assert [prompt.text for prompt in prompts] == ["1+1=", "2+2="]
 
 
 @pytest.mark.slow
@@ -204,77 +191,42 @@ def test_each_script_takes_a_function_and_several_files(script, tmp_path):
 # ---- Lists of answers, and pairs -----------------------------------------------------------------
 
 
-def test_the_response_that_the_user_names_is_the_only_one():
-    keys = {"response": "chosen", "reward": "score"}
-    row = {"prompt": "1+1=", "chosen": "2", "rejected": "3", "score": 0.5}
-    rows = common.read_rows([json.dumps(row)], a_tokenizer(), keys=keys)
-    assert a_tokenizer().decode(rows.input_ids) == "1+1=2<eos>"
-    assert rows.token_level_rewards.sum() == 0.5
-
-
-def test_a_named_prompt_wins_although_it_has_the_name_that_is_ours():
-    row = {"prompt": "1+1=", "messages": [{"role": "user", "content": "?"}], "response": "2"}
-    row["reward"] = 1
-    rows = common.read_rows([json.dumps(row)], a_tokenizer(), keys={"prompt": "prompt"})
-    assert a_tokenizer().decode(rows.input_ids) == "1+1=2<eos>"
-
-
 SYSTEM = {"role": "system", "content": "sum"}
 USER = {"role": "user", "content": "1+1?"}
 ANSWERS = [{"role": "assistant", "content": text} for text in "23"]
 
 
-@pytest.mark.parametrize("row", [{"prompt": "1+1?"}, {"messages": [USER]}, {"prompt": [USER]}])
-def test_a_pair_of_messages_answers_any_prompt(row):
-    lines = [json.dumps(row | {"chosen": ANSWERS[:1], "rejected": ANSWERS[1:]})]
-    rows = common.read_rows(lines, a_tokenizer())
-    assert texts_of(rows) == ["<user>1+1?2<eos>", "<user>1+1?3<eos>"]
+ASKED = "<user>1+1?"
+AGAIN = [USER, ANSWERS[0], USER]
 
 
-@pytest.mark.parametrize("prompt, begin", [
-    ("another text", [USER]), ([USER], [USER]), ([SYSTEM, USER], [USER]), ([USER], [SYSTEM, USER]),
-    ([USER, ANSWERS[0], USER], [USER, ANSWERS[0], USER]), ([SYSTEM, USER], [SYSTEM, USER]),
+@pytest.mark.parametrize("prompt, begin, text", [
+    # messages alone, and with turns that are not the whole chat, answer any prompt
+    ("1+1?", [], ASKED), ([USER], [], ASKED), ([USER], AGAIN[1:], f"{ASKED}<assistant>2{ASKED}"),
+    # whole chats stand for the prompt, which may have a system's message that they lack
+    ("another text", [USER], ASKED), ([USER], [USER], ASKED),
+    (AGAIN, AGAIN, f"{ASKED}<assistant>2{ASKED}"),
+    ([SYSTEM, USER], [USER], f"<system>sum{ASKED}"),
+    ([USER], [SYSTEM, USER], f"<system>sum{ASKED}"),
+    ([SYSTEM, USER], [SYSTEM, USER], f"<system>sum{ASKED}"),
 ])  # fmt: skip
-@pytest.mark.parametrize("key", ["prompt", "messages"])
-def test_a_pair_of_whole_chats_has_its_prompt_once(prompt, begin, key):
-    """Next to a prompt, which may have a system's message that they lack."""
-    if key == "messages" and isinstance(prompt, str):
-        pytest.skip("messages are a list")
-    row = {"chosen": begin + ANSWERS[:1], "rejected": begin + ANSWERS[1:], key: prompt}
-    rows = common.read_rows([json.dumps(row)], a_tokenizer())
-    text = "<user>1+1?"
-    if len(begin) == 3:
-        text += "<assistant>2<user>1+1?"
-    if SYSTEM in [*prompt, *begin]:
-        text = "<system>sum" + text
-    assert texts_of(rows) == [f"{text}2<eos>", f"{text}3<eos>"]
+def test_a_pair_of_chats_has_its_prompt_once(prompt, begin, text):
+    for key in ("prompt", "messages") if isinstance(prompt, list) else ("prompt",):
+        row = {"chosen": begin + ANSWERS[:1], "rejected": begin + ANSWERS[1:], key: prompt}
+        rows = common.read_rows([json.dumps(row)], a_tokenizer())
+        assert texts_of(rows) == [f"{text}2<eos>", f"{text}3<eos>"]
 
 
-def test_answers_that_begin_alike_share_what_stands_before_them():
-    """They are several turns, which are not the whole chat: the prompt is in front of them."""
-    turns = [ANSWERS[0], USER]
-    row = {"prompt": [USER], "chosen": turns + ANSWERS[:1], "rejected": turns + ANSWERS[1:]}
-    rows = common.read_rows([json.dumps(row)], a_tokenizer())
-    text = "<user>1+1?<assistant>2<user>1+1?"
-    assert texts_of(rows) == [f"{text}2<eos>", f"{text}3<eos>"]
-
-
-@pytest.mark.parametrize("answer", ["2", [USER, ANSWERS[0]]])
-def test_equal_answers_are_refused(answer):
-    with refused("chosen and rejected are equal", begin="toy:1: "):
-        text_and_rewards(prompt="1+1=", chosen=answer, rejected=answer)
-
-
-@pytest.mark.parametrize("pair", [(["a", "b"], ["a", "c"]), (0, 1)])
-def test_a_pair_of_something_else_is_refused(pair):
-    with refused("response: ", begin="toy:1: "):
-        text_and_rewards(prompt="1+1=", chosen=pair[0], rejected=pair[1])
-
-
-def test_lists_of_unequal_length_are_refused_with_the_line():
-    row = {"prompt": "1+1=", "responses": ["2", "3"], "rewards": [1.0]}
-    with refused("it has 2 responses, but 1 rewards", begin="toy:1: "):
-        common.read_rows([json.dumps(row)], a_tokenizer())
+@pytest.mark.parametrize("row, words", [
+    ({"responses": ["2", "3"], "rewards": [1.0]}, "it has 2 responses, but 1 rewards"),
+    ({"chosen": "2", "rejected": "2"}, "chosen and rejected are equal"),
+    ({"chosen": AGAIN[:2], "rejected": AGAIN[:2]}, "chosen and rejected are equal"),
+    ({"chosen": ["a", "b"], "rejected": ["a", "c"]}, "response: "),
+    ({"chosen": 0, "rejected": 1}, "response: "),
+])  # fmt: skip
+def test_answers_that_do_not_fit_are_refused_with_the_line(row, words):
+    with refused(words, begin="toy:1: "):
+        text_and_rewards(prompt="1+1=", **row)
 
 
 # ---- Scores --------------------------------------------------------------------------------------
@@ -307,13 +259,6 @@ def test_scores_of_steps_say_which_they_are(name, tmp_path):
 def rows_in(source):
     """The rows of files, as objects."""
     return [row for _, _, row in common.raw_rows(source, "--prompts")]
-
-
-@pytest.mark.parametrize("name", ["plain.jsonl.gz", "array.json", "verl.parquet", "saved"])
-def test_the_loop_reads_prompts_of_these_kinds(name):
-    used = a_run_on_prompts(answer_key="reward")
-    prompts = ppo_loop.load_prompts(str(SHAPES / name), "--prompts", used, a_tokenizer())
-    assert [prompt.answer for prompt in prompts] == [1.0, 0.0]
 
 
 def test_a_table_fills_in_nothing(tmp_path):
