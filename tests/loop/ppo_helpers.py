@@ -61,6 +61,11 @@ def a_run_on_prompts(**fields):
     return ppo_loop.Run(critic_fsdp.Config(), **fields)
 
 
+def prompts_in(source, tokenizer, **fields):
+    """The prompts that ppo_loop.py reads of a file or of JSON lines, with these flags."""
+    return ppo_loop.load_prompts(source, "--prompts", a_run_on_prompts(**fields), tokenizer)
+
+
 def a_task(**fields):
     """A Task in which only these fields are set."""
     empty = dict.fromkeys(ppo_loop.Task._fields)

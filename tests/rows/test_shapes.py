@@ -11,10 +11,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 from helpers import ROOT, refused, run, succeeded
-from ppo_helpers import a_run_on_prompts, a_tokenizer
+from ppo_helpers import a_tokenizer, prompts_in
 
 import common
-import ppo_loop
 
 SHAPES = ROOT / "tests" / "rows" / "shapes"
 TEXTS = ["plain.jsonl", "plain.jsonl.gz", "plain.jsonl.zst", "array.json"]
@@ -162,7 +161,7 @@ def test_a_fault_of_a_function_is_one_line_with_its_place(name, fault, flag, tmp
     function = f"{tmp_path}/mine.py:{name}"
     with refused("", begin=f"{flag} {file}:2: --rows {function}{fault}"):
         if flag == "--prompts":
-            ppo_loop.load_prompts(str(file), flag, a_run_on_prompts(rows=function), a_tokenizer())
+            prompts_in(str(file), a_tokenizer(), rows=function)
         else:
             common.read_rows(str(file), a_tokenizer(), convert=function)
 
