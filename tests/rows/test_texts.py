@@ -2,15 +2,15 @@
 
 import itertools
 import json
-import sys
 from datetime import datetime
 from functools import partial
 
+import huggingface_hub
 import pytest
 import shapes
 import tokenizers
-from helpers import refused, run, succeeded
-from ppo_helpers import a_run, a_task
+from helpers import refused
+from ppo_helpers import a_run, a_task, prompts_in
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
@@ -129,8 +129,7 @@ def test_a_hint_and_its_prompt_have_the_ids_of_the_joined_text(kind):
     rows = ids_of_row(tokenizer, **row, options={"hint_key": "answer"})
     assert rows.input_ids.tolist()[: len(joined)] == joined
 
-    run = a_run(privileged_key="answer", prompts="x", reward="mine.py:f")
-    (prompt,) = ppo_loop.load_prompts([json.dumps(row)], "--prompts", run, tokenizer)
+    (prompt,) = prompts_in([json.dumps(row)], tokenizer, privileged_key="answer")
     assert prompt.critic_ids == joined and prompt.ids == tokenizer.encode("2+2=")
 
 
@@ -194,13 +193,12 @@ def chat_tokenizer(template, begin="<|a|>"):
     core = common.char_tokenizer().backend_tokenizer
     core.add_special_tokens(["<|u|>", "<|a|>", "<|t|>", "<|s|>", "<|end|>", "<think>", "</think>"])
     template += BEGIN.replace("<|a|>", begin)
-    tokenizer = PreTrainedTokenizerFast(
+    return PreTrainedTokenizerFast(
         tokenizer_object=core, eos_token="<|end|>", chat_template=template
     )
-    return tokenizer
 
 
-def read(tokenizer, capsys=None, **row):
+def read(tokenizer, **row):
     """A row as the start shows it: what the policy wrote stands behind ->."""
     rows = ids_of_row(tokenizer, **row)
     return common.row_as_read(rows.input_ids.tolist(), rows.response_mask.tolist(), tokenizer)
@@ -239,9 +237,7 @@ def test_tools_may_be_json_text(tools):
     said = read(tokenizer, messages=[USER], tools=tools, **GOOD)
     assert said == r"'[add]<|u|>2+2?<|end|>\n<|a|>' -> '4<|end|>'"
 
-    run = a_run(prompts="x", reward="mine.py:f")
-    line = json.dumps({"prompt": [USER], "tools": tools})
-    (prompt,) = ppo_loop.load_prompts([line], "--prompts", run, tokenizer)
+    (prompt,) = prompts_in([json.dumps({"prompt": [USER], "tools": tools})], tokenizer)
     assert tokenizer.decode(prompt.ids) == "[add]<|u|>2+2?<|end|>\n<|a|>"
 
 
@@ -311,14 +307,11 @@ def test_last_turn_only_reads_earlier_turns_as_the_prompt(row):
 
 
 def test_a_chat_may_end_with_the_result_of_a_call():
-    rows = ids_of_row(chat_tokenizer(OBJECTS), messages=AGENT[:4])
-    said = common.row_as_read(
-        rows.input_ids.tolist(), rows.response_mask.tolist(), chat_tokenizer(OBJECTS)
-    )
-    assert said == f"{PROMPT} {FIRST}".partition(" <-")[0]
-    assert rows.token_level_rewards[-1] == 1.0
+    tokenizer = chat_tokenizer(OBJECTS)
+    assert read(tokenizer, messages=AGENT[:4]) == f"{PROMPT} {FIRST}".partition(" <-")[0]
+    assert ids_of_row(tokenizer, messages=AGENT[:4]).token_level_rewards[-1] == 1.0
 
-    cut_off = read(chat_tokenizer(OBJECTS), messages=AGENT, truncated=True)
+    cut_off = read(tokenizer, messages=AGENT, truncated=True)
     assert cut_off == f"{PROMPT} {FIRST} {SECOND} -> 'It is 5.'"
 
 
@@ -391,15 +384,6 @@ def test_rewards_may_be_one_for_each_turn():
 
 
 THOUGHT = {"role": "assistant", "content": "<think>a</think>4"}
-
-
-def test_only_the_last_turn_may_be_read_of_a_chat_with_thoughts():
-    said = read(
-        chat_tokenizer(FORGETS),
-        messages=[USER, THOUGHT, USER, THOUGHT],
-        options={"last_turn_only": True},
-    )
-    assert said.endswith("<|a|>' -> '<think>a</think>4<|end|>'") and said.count("think") == 2
 
 
 def test_the_empty_thought_of_a_last_turn_is_no_rewriting():
@@ -667,8 +651,7 @@ def test_a_response_continues_a_last_message_as_it_stands(template, begun, expec
     rows = ids_of_row(tokenizer, messages=chat, response="4")
     assert tokenizer.decode(rows.input_ids) == f"<|u|>2+2?<|end|>\n{expected}4<|end|>"
 
-    run = a_run(prompts="x", reward="mine.py:f")
-    (prompt,) = ppo_loop.load_prompts([json.dumps({"prompt": chat})], "--prompts", run, tokenizer)
+    (prompt,) = prompts_in([json.dumps({"prompt": chat})], tokenizer)
     assert tokenizer.decode(prompt.ids) == f"<|u|>2+2?<|end|>\n{expected}"
 
 
@@ -722,16 +705,8 @@ def test_a_template_that_writes_the_date_is_told(capsys):
 
 # ---- One tokenizer, by folder and by name --------------------------------------------------------
 
-READ = """
-import sys
-import common, critic_fsdp
-for name in sys.argv[1:]:
-    tokenizer = common.load_tokenizer(critic_fsdp.Config(model="tiny-qwen2", tokenizer=name))
-    print(tokenizer.encode("hello big world"))
-"""
 
-
-def test_a_name_on_the_hub_is_read_as_the_folder_of_its_files(tmp_path):
+def test_a_name_on_the_hub_is_read_as_the_folder_of_its_files(tmp_path, monkeypatch):
     """Of class Llama with a byte-level vocabulary, as DeepSeek's. The cache stands for the hub."""
     cache = tmp_path / "models--owner--name"
     folder = cache / "snapshots" / "0"
@@ -743,10 +718,10 @@ def test_a_name_on_the_hub_is_read_as_the_folder_of_its_files(tmp_path):
     (cache / "refs").mkdir()
     (cache / "refs" / "main").write_text("0")
 
-    hub = {"HF_HUB_CACHE": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    said = succeeded(run(sys.executable, "-c", READ, "owner/name", folder, timeout=120, **hub))
-    expected = KINDS["bytes"].encode("hello big world")
-    assert said.splitlines() == [str(expected)] * 2
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    for name in ("owner/name", str(folder)):
+        tokenizer = common.load_tokenizer(critic_fsdp.Config(tokenizer=name))
+        assert tokenizer.encode("hello big world") == KINDS["bytes"].encode("hello big world")
 
 
 @pytest.mark.parametrize("stored", [True, False])
@@ -760,6 +735,6 @@ def test_whether_a_text_begins_with_bos_is_what_the_config_says(stored, config, 
     fields = {} if config is None else {"add_bos_token": config}
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
 
-    read = common.load_tokenizer(critic_fsdp.Config(model="tiny-qwen2", tokenizer=str(tmp_path)))
+    read = common.load_tokenizer(critic_fsdp.Config(tokenizer=str(tmp_path)))
     adds = stored if config is None else config
     assert (read.encode("2+2=")[:1] == [read.bos_token_id]) == adds
