@@ -1,12 +1,10 @@
 """Rewards and environments of the user: their processes, faults, time-outs, what they return."""
 
 import collections
-import contextlib
 import dataclasses
 import json
 import math
 import os
-import pathlib
 import re
 import signal
 import subprocess
@@ -16,10 +14,11 @@ import threading
 import time
 from concurrent import futures
 
+import forked
 import pebble
 import pytest
 import torch
-from helpers import ROOT, refused
+from helpers import ROOT, refused, run, succeeded
 
 import common
 import ppo_loop
@@ -27,7 +26,11 @@ from common import UserError
 from ppo_loop import Prompt, Reply
 
 FUNCTIONS = """
-import contextlib, os, signal, sys, time
+import contextlib, json, os, signal, sys, time
+
+def parse(text):
+    os.chdir("/")
+    return json.loads(text)
 
 def odd(prompt, response, answer, turns):
     if prompt == "spins":  # it catches everything and switches alarms off
@@ -36,7 +39,8 @@ def odd(prompt, response, answer, turns):
             with contextlib.suppress(BaseException):
                 sum(range(1000))
     return {"raises": lambda: {}["x"], "exits": lambda: sys.exit("enough"),
-            "dies": lambda: os._exit(3), "sleeps": lambda: time.sleep(30),
+            "parses": lambda: parse("{"), "dies": lambda: os._exit(3),
+            "sleeps": lambda: time.sleep(30),
             "closes": lambda: os.closerange(3, 100),
             "program": lambda: os.system("sleep 30"), "pid": os.getpid,
             "modules": lambda: " ".join(sys.modules), "stdin": lambda: sys.stdin.read(),
@@ -50,12 +54,17 @@ def meets(prompt, response, answer):
 """
 
 
+def late(seconds):
+    """The answer to a row whose process was killed."""
+    return None, f"no answer within {seconds} s (--reward-timeout), or its process has died"
+
+
 @pytest.fixture
 def ask(tmp_path):
-    """Runs ask_all with a function of FUNCTIONS on rows with these prompts and this answer."""
-    (tmp_path / "mine.py").write_text(FUNCTIONS)
+    """Runs ask_all with a function of this text on rows with these prompts and this answer."""
 
-    def go(name, prompts, answer=None, seconds=20.0):
+    def go(name, prompts, answer=None, seconds=20.0, text=FUNCTIONS):
+        (tmp_path / "mine.py").write_text(text)
         function = ppo_loop.load_function(f"{tmp_path}/mine.py:{name}", "--reward", seconds)
         rows = [Prompt([1], prompt, answer) for prompt in prompts]
         replies = [Reply(row, i, text="r", turns=["r", "o"]) for i, row in enumerate(rows)]
@@ -68,31 +77,21 @@ def ask(tmp_path):
 def test_a_users_function_runs_in_processes_that_are_killed_when_they_hang(ask):
     """Answers keep the order of the rows, also of those that wait for a new process. Nothing a
     function does switches the time-out off, workers import nothing slow, and child programs do not
-    read the rows."""
-    rows = [
-        "raises",
-        "spins",
-        "pid",
-        "sleeps",
-        "dies",
-        "closes",
-        "exits",
-        "program",
-        "modules",
-        "stdin",
-        "turns",
-    ]
+    read the rows. A fault has the deepest line of the user's file."""
+    rows = "raises spins pid sleeps dies closes exits program modules stdin turns parses".split()
     answers = ask("odd", rows := rows + ["pid"] * 9, seconds=1.5)
-    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
     pids = {made for row, (made, fault) in zip(rows, answers) if row == "pid" and fault == ""}
 
     assert 1 <= len(pids) <= 16 and os.getpid() not in pids
     named = dict(zip(rows, answers))
-    assert [named[row] for row in ("spins", "sleeps", "dies", "closes", "program")] == [late] * 5
+    assert {named[row] for row in ("spins", "sleeps", "dies", "closes", "program")} == {late(1.5)}
     line = 1 + FUNCTIONS.partition("{}[")[0].count("\n")
     assert named["raises"] == (None, f"KeyError: 'x' at mine.py:{line} in <lambda>")
     assert named["exits"] == (None, f"SystemExit: enough at mine.py:{line} in <lambda>")
     assert named["stdin"] == ("", "") and named["turns"] == ("r/o", "")
+    made, fault = named["parses"]
+    assert made is None and fault.startswith("JSONDecodeError: ")
+    assert fault.endswith(" at mine.py:6 in parse")
 
     modules = named["modules"][0].split()
     assert "mine" in modules
@@ -129,24 +128,14 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeyp
     assert replied == (9, "")
     assert load("gsm8k") is ppo_loop.gsm8k_reward and load(None) is None
 
-    unprintable = "class Mute(Exception):\n    __str__ = None\nraise Mute"
     for text, name, words in (
         (good, f"{file}:god", "AttributeError: module 'mine' has no attribute 'god'"),
-        (good, f"{file}:x", "TypeError: 3 is not a callable object"),
         (good, f"{file}", "must be FILE.py:FUNCTION"),
         (good, f"{tmp_path}/none.py:good", "No module named 'none'"),
-        (good, f"{tmp_path}:good", "must be FILE.py:FUNCTION"),
-        (good, "math", "must be FILE.py:FUNCTION"),
-        (
-            "\nimport nothing_like_this",
-            f"{file}:good",
-            "'nothing_like_this' at mine.py:2 in <module>",
-        ),
-        ("def f():\n    1 / 0\nf()", f"{file}:good", "division by zero at mine.py:2 in f"),
+        ("\nimport no_such_name", f"{file}:good", "'no_such_name' at mine.py:2 in <module>"),
         ("def good(:", f"{file}:good", "SyntaxError: invalid syntax (mine.py, line 1)"),
         ("import sys; sys.exit('no key')", f"{file}:good", "SystemExit: no key at mine.py:1"),
         ("import os; os.abort()", f"{file}:good", "a process that imports the file dies"),
-        (unprintable, f"{file}:good", "Mute: <exception str() failed> at mine.py:3"),
     ):
         file.write_text(text)
         ppo_loop.end_workers()  # they have imported what the file was before
@@ -193,42 +182,33 @@ ENDINGS = {"returns": 0, "raises": 1, "is killed": -9}
     *(("forks", end) for end in ENDINGS),
     ("forks_in_c", "raises"), ("forks_later", "returns"),
 ])  # fmt: skip
-def test_a_child_that_a_function_forks_answers_no_row(name, end, ask, tmp_path):
+def test_a_child_that_a_function_forks_answers_no_row(name, end, ask):
     """However it ends: every row gets its own answer, and the function sees how its child ended."""
-    (tmp_path / "mine.py").write_text(FORKS)
-    answers = ask(name, [f"{n}" for n in range(24)], end)
+    answers = ask(name, [f"{n}" for n in range(24)], end, text=FORKS)
     assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask, tmp_path):
+def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask):
     """At once and not after the time of a row, and while the file is imported as well."""
-    (tmp_path / "mine.py").write_text(FORKS)
     began = time.monotonic()
-    late = (None, "no answer within 50 s (--reward-timeout), or its process has died")
-    assert ask("dies", ["x"], seconds=50.0) == [late]
-    (tmp_path / "mine.py").write_text(f"{FORKS}\ndies(1, 2, 3)\n")
+    assert ask("dies", ["x"], seconds=50.0, text=FORKS) == [late(50)]
     ppo_loop.end_workers()
     with pytest.raises(UserError, match="a process that imports the file dies"):
-        ask("dies", ["x"])
+        ask("dies", ["x"], text=f"{FORKS}\ndies(1, 2, 3)\n")
     assert time.monotonic() - began < 30
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("status", ["0", "1"])
-def test_a_process_that_dies_between_two_rows_fails_none(status, ask, tmp_path):
-    (tmp_path / "mine.py").write_text(FORKS)
+def test_a_process_that_dies_between_two_rows_fails_none(status, ask):
     for prompt in "abc":
-        assert ask("dies_later", [prompt], status) == [(prompt, "")]
+        assert ask("dies_later", [prompt], status, text=FORKS) == [(prompt, "")]
         time.sleep(2)
 
 
 STARTS = """
-import concurrent.futures, multiprocessing, os, subprocess, sys
-
-def executor(response):
-    with concurrent.futures.ProcessPoolExecutor(2) as pool:
-        return sum(pool.map(len, [response] * 3))
+import multiprocessing, subprocess, sys
 
 def pool(response):
     with multiprocessing.Pool(2) as pool:  # whose end is a SIGTERM
@@ -242,26 +222,15 @@ def process(response):
 
 def program(response):
     return subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout
-
-def stopped(response):
-    child = multiprocessing.Process(target=os.read, args=[os.pipe()[0], 1])
-    child.start()
-    child.terminate()
-    child.join()
-    return -child.exitcode
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name, made", [
-    ("executor", 3.0), ("pool", 3.0), ("process", 3.0), ("program", "3\n"),
-    ("stopped", float(signal.SIGTERM)),
-])  # fmt: skip
-def test_a_function_starts_processes_as_anywhere_else(name, made, ask, tmp_path, monkeypatch):
+@pytest.mark.parametrize("name, made", [("pool", 3.0), ("process", 3.0), ("program", "3\n")])
+def test_a_function_starts_processes_as_anywhere_else(name, made, ask, monkeypatch):
     """By Python's own start method, and they end by its own signal."""
     monkeypatch.setattr(ppo_loop, "CALLS", 2)
-    (tmp_path / "mine.py").write_text(STARTS)
-    assert ask(name, ["a", "b"]) == [(made, "")] * 2
+    assert ask(name, ["a", "b"], text=STARTS) == [(made, "")] * 2
 
 
 PROGRAM = """
@@ -284,48 +253,35 @@ def dies(answer):
 @pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("name", ["shell", "background", "dies"])
-def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask, tmp_path):
-    (tmp_path / "mine.py").write_text(PROGRAM)
+def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask):
     seconds = f"{10**6 + os.getpid()}"  # to know them by
 
     def sleeping():
-        found = 0
-        for folder in pathlib.Path("/proc").glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                found += (folder / "cmdline").read_text() == f"sleep\0{seconds}\0"
-        return found
+        return sum(words[:2] == ["sleep", seconds] for _, _, words in forked.processes())
 
     seen = []
     timer = threading.Timer(4.0, lambda: seen.append(sleeping()))
     timer.start()
-    late = (None, "no answer within 8 s (--reward-timeout), or its process has died")
-    assert ask(name, [""], seconds, seconds=8.0) == [late]
+    assert ask(name, [""], seconds, seconds=8.0, text=PROGRAM) == [late(8)]
     assert seen == [1] and sleeping() == 0
 
 
 MODULE = """
-from __future__ import annotations
-import multiprocessing, pickle, sys, time, typing
+import multiprocessing, pickle, sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
-import pydantic
 from common import double
 
 @dataclass
 class Number:
     value: int
-    after: Number | None = None
-
-class Model(pydantic.BaseModel):
-    number: Number
 
 def slow_imports(number):
     return number.value, {"torch", "transformers", "ppo_loop"} & set(sys.modules)
 
 def uses(prompt, response, answer):
     number = pickle.loads(pickle.dumps(Number(int(prompt))))
-    assert Model(number={"value": 3}).number == Number(3)
-    assert typing.get_type_hints(Number)["after"] == Number | None
+
     for method in ("fork", "spawn"):
         with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
             assert list(pool.map(slow_imports, [number])) == [(number.value, set())], method
@@ -346,8 +302,7 @@ def test_processes_that_are_still_being_started_end_in_silence(ask, capfd):
 def test_a_users_file_is_a_module_whose_classes_reach_other_processes(ask, tmp_path):
     """Its neighbours come before the script's own common.py. Spawned processes import no torch."""
     (tmp_path / "common.py").write_text("def double(x):\n    return 2 * x\n")
-    (tmp_path / "mine.py").write_text(MODULE)
-    assert ask("uses", ["5", "6"], seconds=60.0) == [(10.0, ""), (12.0, "")]
+    assert ask("uses", ["5", "6"], seconds=60.0, text=MODULE) == [(10.0, ""), (12.0, "")]
 
 
 def test_a_users_file_does_not_replace_another_module(tmp_path):
@@ -377,18 +332,15 @@ class Judge:
         return await f(*row)
 
 judge = Judge()
-returns = lambda *row: f(*row)
 """
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["f", "judge", "returns"])
-def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask, tmp_path):
-    (tmp_path / "mine.py").write_text(ASYNC)
-    late = (None, "no answer within 1.5 s (--reward-timeout), or its process has died")
-    assert ask(name, ["hangs"], seconds=1.5) == [late]
+@pytest.mark.parametrize("name", ["f", "judge"])
+def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(name, ask):
+    assert ask(name, ["hangs"], seconds=1.5, text=ASYNC) == [late(1.5)]
     rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
-    answers = dict(zip(rows, ask(name, rows)))
+    answers = dict(zip(rows, ask(name, rows, text=ASYNC)))
     assert answers.pop("exits") == (None, "SystemExit: enough at mine.py:10 in f")
     assert answers.pop("cancels") == (None, "CancelledError:  at mine.py:12 in f")
     assert all(fault == "" for _, fault in answers.values()), answers
@@ -407,25 +359,18 @@ def test_a_function_gets_what_it_names():
     ask = lambda function: ppo_loop.ask_all(function, replies)
     shows = lambda *row: str(row)
     for function, expected in (
-        (lambda *row: shows(*row), (("q", "r", "a"), ("q", "r", "a"))),
-        (lambda *row, turns: shows(len(row), turns), ((3, ["r", "o"]), (3, ["r", "o"]))),
-        (lambda p, r, a, turns: shows(p, r, a, turns), (("q", "r", "a", ["r", "o"]),) * 2),
-        (
-            lambda p, r, a, tokens, turns=None: shows(a, tokens, turns),
-            (("a", [7, 8], ["r", "o"]), ("a", [7], ["r", "o"])),
-        ),
-        (lambda p, r, a, *, truncated: shows(a, truncated), (("a", False), ("a", True))),
-        (lambda *, question, reply, gold: shows(question, reply, gold), (("q", "r", "a"),) * 2),
-        (lambda *, response, row: shows(response, row), (("r", {"n": 1}),) * 2),
-        (lambda *row, answer, turns: shows(len(row), turns), ((3, ["r", "o"]),) * 2),
-        (lambda response, k=3: shows(response, k), (("r", 3),) * 2),
-        (lambda response, prompt, gold: shows(prompt, response, gold), (("q", "r", "a"),) * 2),
-        (lambda prompt, *more: shows(prompt, *more), (("q", "r", "a"),) * 2),
-        (lambda prompt, response, answer, *_: shows(prompt, answer), (("q", "a"),) * 2),
-        (lambda p, r, a, /, row: shows(p, r, a, row), (("q", "r", "a", {"n": 1}),) * 2),
-        (lambda tokens, row: shows(tokens, row), (([7, 8], {"n": 1}), ([7], {"n": 1}))),
+        (lambda *row, turns: shows(*row, turns), ("q", "r", "a", ["r", "o"])),
+        (lambda *row, answer, turns: shows(len(row), turns), (3, ["r", "o"])),
+        (lambda p, r, a, turns=None: shows(p, r, a, turns), ("q", "r", "a", ["r", "o"])),
+        (lambda *, question, reply, gold: shows(question, reply, gold), ("q", "r", "a")),
+        (lambda response, k=3: shows(response, k), ("r", 3)),
+        (lambda response, prompt, gold: shows(prompt, response, gold), ("q", "r", "a")),
+        (lambda prompt, *more: shows(prompt, *more), ("q", "r", "a")),
+        (lambda p, r, a, /, row: shows(p, r, a, row), ("q", "r", "a", {"n": 1})),
     ):
-        assert ask(function) == [(str(row), "") for row in expected]
+        assert ask(function) == [(str(expected), "")] * 2
+    told = [("([7, 8], False)", ""), ("([7], True)", "")]
+    assert ask(lambda tokens, truncated: shows(tokens, truncated)) == told
     [(made, fault), _] = ask(lambda completion, answer: 1.0)
     assert made is None and "missing 1 required positional argument: 'completion'" in fault
 
@@ -440,9 +385,6 @@ SIGNATURES = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     return f"{data_source} {solution_str} {ground_truth} {extra_info}"
 
-def strict(solution_str, ground_truth, method="strict"):
-    return f"{solution_str} {ground_truth} {method}"
-
 def reward_func(queries, prompts, labels, **more):
     said = [f"{q} {p} {x} {more}" for q, p, x in zip(queries, prompts, labels)]
     return {"rewards": said, "scores": [1.0, 0.0], "extra_logs": {"length": [1.0, 2.0]}}
@@ -450,9 +392,6 @@ def reward_func(queries, prompts, labels, **more):
 async def accuracy(prompts, completions, solution, log_extra=None, **more):
     rows = zip(prompts, completions, solution, more["method"], more["completion_ids"])
     return [f"{x} {log_extra} {sorted(more)}" for x in rows]
-
-def form(completions):
-    return (f"{x}" for x in completions)
 
 def judge(rows, response, k=3):
     return [f"{x['method']} {y} {len(rows)} {k}" for x, y in zip(rows, response)]
@@ -469,32 +408,23 @@ import mine
 from tests.loop.rewards import openrlhf, trl, verl
 
 compute_score = verl(mine.compute_score)
-strict = verl(mine.strict)
 reward_func = openrlhf(mine.reward_func)
 accuracy = trl(mine.accuracy)
-form = trl(mine.form)
 """
 SAID = [{"role": "assistant", "content": "r"}, {"role": "user", "content": "o"}]
 CHAT = [{"role": "user", "content": "hi"}]
 LISTS = ", lists over rows"
 MORE = "['completion_ids', 'data_source', 'extra_info', 'method', 'prompt', 'reward_model']"
-
-
-BY_TRL = f"(rows, prompt, messages, response, turns, tokens){LISTS}"
-
-
 MEANT = {  # function -> (what the start says, its results for a row of text and one of a chat)
     "compute_score": ("(response, answer, row)", ["d r 4 {'i': 1}", "e r gold None"]),
-    "strict": ("(response, answer, row)", ["r 4 strict", "r gold strict"]),
     "reward_func": (f"(rows, prompt, response, answer){LISTS}", ["pr p None {}", "hir hi gold {}"]),
     "accuracy": (
-        BY_TRL,
+        f"(rows, prompt, messages, response, turns, tokens){LISTS}",
         [
             f"('p', 'r', 's', 'm', [7]) None {MORE}",
             f"({CHAT}, {SAID}, None, 'n', [8, 9]) None {MORE}",
         ],
     ),
-    "form": (BY_TRL, ["r", f"{SAID}"]),
     "judge": (f"(rows, response){LISTS}", ["m r 2 3", "n r 2 3"]),
     "mine": (
         "(turns, question=prompt, reply=response, gold=answer)",
@@ -530,7 +460,7 @@ def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
 def test_a_function_of_another_tool_without_an_adapter_is_refused(tmp_path):
     """It would get the prompt as its data_source, or texts where it expects lists."""
     (tmp_path / "other_tools.py").write_text(SIGNATURES)
-    for name in ("compute_score", "strict", "reward_func", "accuracy", "form"):
+    for name in ("compute_score", "reward_func", "accuracy"):
         words = f"--reward {tmp_path}/other_tools.py:{name}: ValueError: made for verl, OpenRLHF or"
         with refused(words, end="see the adapters in tests/loop/rewards.py"):
             ppo_loop.load_function(f"{tmp_path}/other_tools.py:{name}", "--reward", 0.0)
@@ -552,17 +482,11 @@ def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_reference
     lines = re.search(r"^  ```python reward\n(.*?)^  ```", page, flags=re.M | re.S)[1]
     (tmp_path / "verl_reward.py").write_text(textwrap.dedent(lines))
     (tmp_path / "my_rewards.py").write_text(FOR_VERL)
-    flags = ("--steps", "1", "--supervised-steps", "20", "--out-dir", "out")
-    said = subprocess.run(
-        [sys.executable, ROOT / "ppo_loop.py", "--reward", "verl_reward.py:score", *flags],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-    )
-    assert "calls      --reward score(response, answer, row)\n" in said.stdout, said
-    assert "left out: ValueError: None None at my_rewards.py:4 in compute_score\n" in said.stdout
-    assert said.returncode == 0
+    flags = ("--reward", "verl_reward.py:score", "--steps", "1", "--supervised-steps", "20")
+    command = [sys.executable, ROOT / "ppo_loop.py", *flags, "--out-dir", "out"]
+    said = succeeded(run(*command, cwd=tmp_path))
+    assert "calls      --reward score(response, answer, row)\n" in said
+    assert "left out: ValueError: None None at my_rewards.py:4 in compute_score\n" in said
 
 
 HERE = """
@@ -609,42 +533,13 @@ def test_breakpoint_works_without_a_time_limit(tmp_path):
     assert said.returncode == 2
 
 
-DEEP = """
-import json, os
-
-def parse(text):
-    os.chdir("/")
-    return json.loads(text)
-
-def score(prompt, response, answer):
-    return parse("{")["score"]
-"""
-
-
-def test_a_fault_names_the_deepest_line_of_the_users_file(ask, tmp_path):
-    (tmp_path / "mine.py").write_text(DEEP)
-    [(made, fault)] = ask("score", ["x"])
-    assert (
-        made is None
-        and fault.startswith("JSONDecodeError: ")
-        and fault.endswith(" at mine.py:6 in parse")
-    )
-
-
 TRIED = """
-import os, sys, time
+import os
 
 def notes(prompt, response, answer, turns, truncated, tokens):
     with open(os.path.dirname(__file__) + "/notes", "a") as file:
         print(prompt, response, answer, turns, truncated, len(tokens), file=file)
     return 0.5
-
-def meets(prompt, response, answer):
-    folder = os.path.dirname(__file__) + "/here"
-    open(f"{folder}/{prompt}", "w").close()
-    while len(os.listdir(folder)) < 4:
-        time.sleep(0.01)
-    return 1
 
 def fails(prompt, response, answer):
     return {}["key"]
@@ -664,7 +559,6 @@ def per_turn(turns):
 def tried(tmp_path):
     """set_up with these functions of TRIED, on a file of prompts, some of which are there twice."""
     (tmp_path / "tried.py").write_text(TRIED)
-    (tmp_path / "here").mkdir()
     rows = [{"prompt": f"1+{i}=", "answer": str(1 + i)} for i in (3, 3, 4, 3, 5, 6, 7)]
     rows[2]["answer"] = 5
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
@@ -687,21 +581,20 @@ def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
     assert sorted((tmp_path / "notes").read_text().splitlines()) == expected
 
 
-def test_trial_calls_run_at_once_and_some_may_fail(tried, tmp_path, capsys):
-    tried("meets", "text")
-    tried("per_turn")
+def test_some_trial_calls_may_fail(tried, tmp_path, capsys):
+    tried("per_turn", "text")
     assert "failed" not in capsys.readouterr().out
     tried("some_fail")
     words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
     words += " some rows may"
-    fault = "KeyError: 'key' at tried.py:20 in some_fail"
+    fault = "KeyError: 'key' at tried.py:13 in some_fail"
     assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("functions, words", [
-    (["fails"], "KeyError: 'key' at tried.py:17 in fails"),
+    (["fails"], "KeyError: 'key' at tried.py:10 in fails"),
     (["text"], "a reward must be a finite number, or a list of them, not 'more'"),
-    (["meets", "notes"],
+    (["per_turn", "notes"],
      "an environment must return text, a message, a new context or None, or (one of these,"
     " a reward), not 0.5"),
 ])  # fmt: skip
@@ -726,9 +619,6 @@ class Text(str):
 class Verdict(str, enum.Enum):
     GOOD = "good"
 
-class Score(float):
-    __reduce__ = Text.__reduce__
-
 class Mute(Exception):
     def __str__(self):
         raise self
@@ -745,21 +635,18 @@ def f(prompt, response, answer):
 
 
 @pytest.mark.slow
-def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_path):
+def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask):
     """Nothing that a row holds, returns or raises ends its worker, so that there are 8 at most."""
-    (tmp_path / "mine.py").write_text(VALUES)
     cases = {
         "Text('text')": "text", "Verdict.GOOD": "good", "numpy.str_('s')": "s", "None": None,
-        "Score(1.5)": 1.5, "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "numpy.int64(3)": 3.0,
-        "{'score': 1, Text('part'): numpy.float32(2)}": {"score": 1.0, "part": 2.0},
-        "{Verdict.GOOD: True}": {"good": 1.0},
-        "Decimal('0.25')": 0.25, "Fraction(1, 4)": 0.25, "True": 1.0, "numpy.True_": 1.0, "7": 7.0,
+        "numpy.float32(0.5)": 0.5, "numpy.array(2)": 2.0, "Decimal('0.25')": 0.25, "True": 1.0,
+        "{Verdict.GOOD: True, Text('part'): numpy.float32(2)}": {"good": 1.0, "part": 2.0},
         "'\\udc80'": "\udc80", "answer": "\ud800", "'x' * 2**24": "x" * 2**24,
-        "(Text('text'), Score(1.5))": ["text", 1.5], "[1, None]": [1.0, None], "[]": [],
+        "(Text('text'), Fraction(3, 2))": ["text", 1.5], "[1, None]": [1.0, None], "[]": [],
         "numpy.array([0.5, 2])": [0.5, 2.0], "numpy.array([2])": 2.0,
     }  # fmt: skip
 
-    for row, (made, fault) in zip(cases, ask("f", cases, "\ud800")):
+    for row, (made, fault) in zip(cases, ask("f", cases, "\ud800", text=VALUES)):
         assert (made, type(made), fault) == (cases[row], type(cases[row]), ""), row[:40]
         if isinstance(made, dict):
             assert {*map(type, made)} == {str} and {*map(type, made.values())} == {float}
@@ -772,31 +659,15 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask, tmp_
         "[1j]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
         "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
     }  # fmt: skip
-    for row, (made, fault) in zip(faults, ask("f", faults)):
+    for row, (made, fault) in zip(faults, ask("f", faults, text=VALUES)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
 
-    pids = {made for made, _ in ask("f", ["os.getpid()", "raises(Mute())", "Text('x')"] * 20)}
+    rows = ["os.getpid()", "raises(Mute())", "Text('x')"] * 20
+    pids = {made for made, _ in ask("f", rows, text=VALUES)}
     assert len(pids - {None, "x"}) <= 8
     for tensor, expected in ((torch.tensor([0.5]), 0.5), (torch.tensor([0.5, 1]), [0.5, 1.0])):
         made = ppo_loop.plain(tensor)
         assert (made, type(made)) == (expected, type(expected))
-
-
-@pytest.mark.slow
-def test_processes_of_a_pool_end_with_the_worker(ask, tmp_path):
-    """Those of a module's pool would wait for work for ever."""
-    (tmp_path / "mine.py").write_text(
-        "import os\nfrom concurrent.futures import ProcessPoolExecutor\n"
-        "POOL = ProcessPoolExecutor(2)\ndef f(*row):\n    return POOL.submit(os.getpid).result()\n"
-    )
-    [(pid, _)] = ask("f", [""])
-    stat = pathlib.Path(f"/proc/{pid:.0f}/stat")
-    assert stat.read_text().split()[2] != "Z"
-    ppo_loop.end_workers()
-    until = time.monotonic() + 20
-    while stat.exists() and stat.read_text().split()[2] != "Z":
-        assert time.monotonic() < until
-        time.sleep(0.05)
 
 
 def test_a_row_that_comes_as_the_pool_breaks_is_a_fault(tmp_path, monkeypatch):
@@ -816,6 +687,5 @@ def test_a_row_that_comes_as_the_pool_breaks_is_a_fault(tmp_path, monkeypatch):
         return pebble.ProcessFuture()  # of a row that no process has
 
     monkeypatch.setattr(ppo_loop.ProcessPool, "schedule", breaks)
-    late = (None, "no answer within 30 s (--reward-timeout), or its process has died")
-    assert ppo_loop.ask_all(function, replies) == [(3.0, ""), late, (3.0, "")]
+    assert ppo_loop.ask_all(function, replies) == [(3.0, ""), late(30), (3.0, "")]
     assert ppo_loop.ask_all(function, replies) == [(3.0, "")] * 3
