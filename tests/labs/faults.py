@@ -3,7 +3,7 @@ table.
 
     python tests/labs/faults.py                  all of them, some minutes on two cores
     python tests/labs/faults.py NAME...          some of FAULTS, below
-    python tests/labs/faults.py --short          fewer of each, as in test_bench.py
+    python tests/labs/faults.py --short          fewer of each, as in test_faults.py
 
 A fault must not change the end of a run: last checkpoint (weights, optimizer, counters), exported
 weights, rollouts, samples, metrics.jsonl (except times and memory) and what TensorBoard shows must
@@ -1073,7 +1073,7 @@ def main(names, short):
 
 @forked.scenario(ranks=0, slow=True)
 def shortest(folder):
-    """Fewer of each fault, on one script each, for test_bench.py."""
+    """Fewer of each fault, on one script each, for test_faults.py."""
     main(set(), short=True)
 
 
