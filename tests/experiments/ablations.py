@@ -7,14 +7,9 @@ python tests/experiments/ablations.py       PPO on the built-in addition: 20 min
 Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint.
 """
 
-import json
 import os
 import pathlib
-import statistics
-import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from itertools import takewhile
 from typing import Literal
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
@@ -22,10 +17,8 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import digits
 import notes
 import tyro
-from matplotlib.figure import Figure
-from tqdm import tqdm
+from series import compare
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 ZERO = "--critic.value-head-init zero --critic.lr 1e-30"  # values stay 0
 RANDOM = "--critic.value-head-init normal"
 # the same number of scored answers, for each seed a supervised actor and a critic of its own
@@ -74,7 +67,6 @@ PPO = {
     "value places 0.3, 0.6 and 0.9": f"tests/forks/sp3o.py ppo_loop {RANDOM}",
     "the critic only where it helps": f"tests/forks/evpo.py {RANDOM}",
     "at the mean return, not whitened": "--critic.value-head-init mean --whiten none",
-    "at the mean return, lambda 0 for the policy": "--critic.value-head-init mean --lam-policy 0",
     "progress advantage of the first row's policy": (
         "tests/experiments/oracle.py --baseline progress --learned {first}"
     ),
@@ -83,22 +75,19 @@ PPO = {
 }
 SCRATCH = "--train-batch-size 8 --critic.value-head-init zero"
 GROUPS = f"tests/forks/evpo.py {ZERO} --train-batch-size 2 --rollout-n 4"
-PRETRAINED = "--train-batch-size 8 --critic.model {task}/critic/hf"  # on an eighth of all answers
-DIGITS = {  # with the best learning rate of a grid, and some with the next lower one
+PRETRAINED = "--train-batch-size 8 --critic.model {pretrained}"  # on an eighth of all answers
+DIGITS = {  # with the best learning rate of a grid
     "no critic: minus the batch's mean": f"{ZERO} --train-batch-size 8",
     "no critic: minus the mean of least noise": f"{ZERO} --train-batch-size 8 --whiten noise",
-    "no critic, actor's rate 1e-4": f"{ZERO} --train-batch-size 8 --actor.lr 1e-4",
     "OTB, 4 answers to each of 2 prompts": (
         f"tests/forks/otb.py {ZERO} --train-batch-size 2 --rollout-n 4"
     ),
     "4 answers to each of 2 prompts": GROUPS,
-    "4 answers, actor's rate 1e-4": f"{GROUPS} --actor.lr 1e-4",
     "critic from scratch, lambda 1": SCRATCH,
     "pretrained critic, lambda 1": PRETRAINED,
     "pretrained critic, less noise": f"{PRETRAINED} --whiten noise",
     "pretrained critic, fitted": f"tests/forks/fitted.py {PRETRAINED}",
     "critic from scratch, fitted": f"tests/forks/fitted.py {SCRATCH}",
-    "pretrained critic, rate 1e-4": f"{PRETRAINED} --actor.lr 1e-4",
     "critic from scratch, by turns": f"{SCRATCH} --gae-level turn",
     "pretrained critic, by turns": f"{PRETRAINED} --gae-level turn",
     "pretrained critic, lambda 0.95": f"{PRETRAINED} --lam-policy 0.95",
@@ -134,34 +123,6 @@ NOTES = {  # an episode has two rows, and its reward comes at the end of the sec
 }
 
 
-def run(job):
-    """Rows of metrics.jsonl of a run, which is made if it is not there."""
-    folder, script, flags = job
-    if not (folder / "report.html").exists():
-        command = [sys.executable, *script, "--out-dir", folder, "--resume", "auto", *flags]
-        subprocess.run(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True
-        )
-    return [json.loads(line) for line in open(folder / "metrics.jsonl")]
-
-
-def script_of(flags, usual):
-    """(words that start a script, a recipe's flags). It may begin with one of tests/: a fork, and
-    the name of the script that the fork changes."""
-    words = flags.split()
-    script = [*takewhile(lambda word: not word.startswith("--"), words)]
-    file, *name = script or [usual]
-    return [ROOT / file, *name], words[len(script) :]
-
-
-def told(numbers):
-    """Mean and standard error, as text; of one number only itself."""
-    mean = f"{statistics.fmean(numbers):.3f}"
-    if len(numbers) == 1:
-        return mean
-    return f"{mean} +- {statistics.stdev(numbers) / len(numbers) ** 0.5:.3f}"
-
-
 def ablations(
     out: pathlib.Path | None = None,
     task: Literal["addition", "digits", "notes"] = "addition",
@@ -176,72 +137,20 @@ def ablations(
     advantage needs the first row."""
     out = out or pathlib.Path("out/ablations", task)
     recipes = {"addition": PPO, "digits": DIGITS, "notes": NOTES}[task]
-    mean = next(iter(recipes))
-    recipes = {name: recipes[name] for name in only or recipes}
-    own = "--critic.seed {seed}"
-    of = range(first_seed, first_seed + seeds)
-    pretrained = {name: steps // 8 * ("{task}/critic" in flags) for name, flags in recipes.items()}
-    first = []  # for each seed, the metrics of the answers that its critic is pretrained on
+    flags = "--critic.seed {seed}"
+    all_seeds = range(first_seed, first_seed + seeds)
     if task == "digits":
-        own += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
-        for seed in of:
-            digits.prepare(out / f"task, {seed}", seed)
-        if any(pretrained.values()):
-            answers = max(8, steps // 8 * 8)
-            first = [digits.pretrain(out / f"task, {seed}", seed, answers) for seed in of]
+        flags += f" {digits.FLAGS} --actor.lr 3e-4 --critic.lr 1e-3 --critic.cliprange-value None"
     if task == "notes":
-        own += f" {notes.FLAGS} --train-batch-size 128 --actor.lr 1e-3 --critic.lr 1e-3"
-        for seed in of:
-            notes.prepare(out / f"task, {seed}", seed)
+        flags += f" {notes.FLAGS} --train-batch-size 128 --actor.lr 1e-3 --critic.lr 1e-3"
+    if task != "addition":
+        for seed in all_seeds:
+            {"digits": digits, "notes": notes}[task].prepare(out / f"task, {seed}", seed)
 
-    todo = []
-    for name, flags in recipes.items():
-        script, mine = script_of(flags, "ppo_loop.py")
-        words = f"--steps {steps - pretrained[name]} --seed {{seed}} {own}".split() + mine
-        for seed in of:
-            blanks = {"seed": seed, "task": out / f"task, {seed}", "first": out / f"{mean}, {seed}"}
-            filled = [word.format(**blanks) for word in words]
-            todo.append((out / f"{name}, {seed}", script, filled))
+    def pretrain(seed, asked):
+        return digits.pretrain(out / f"task, {seed}", seed, 8 * max(asked, 1))
 
-    with ThreadPoolExecutor(jobs) as threads:
-        runs = list(tqdm(threads.map(run, todo), total=len(todo)))
-    runs = {name: runs[i * seeds : (i + 1) * seeds] for i, name in enumerate(recipes)}
-    for name, n in pretrained.items():  # for these first n steps the policy does not change
-        runs[name] = [[row] * n + rows for row, rows in zip(first, runs[name])] if n else runs[name]
-    table_of_ppo(runs, seeds, steps, out)
-
-
-def table_of_ppo(runs, seeds, steps, out):
-    """How well the policy ends, and what it has earned on the way."""
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    panel = figure.subplots()
-    baseline = None
-    block = 1 if steps < 100 else 10  # steps of a point
-    print(
-        "| recipe | at the end, held out | mean reward | more than the first row |"
-        " explained variance |"
-    )
-    print("|---|---|---|---|---|")
-
-    for number, (name, of_recipe) in enumerate(runs.items()):
-        mine = [[row for row in rows if "reward/mean" in row] for rows in of_recipe]
-        rewards = [[row["reward/mean"] for row in rows] for rows in mine]
-        final = [rows[-1].get("eval/accuracy", rows[-1].get("eval/reward")) for rows in of_recipe]
-        area = [statistics.fmean(x) for x in rewards]
-        baseline = baseline or area
-        more = [x - y for x, y in zip(area, baseline)]  # of the same seed
-        ev = statistics.fmean(
-            row["critic/explained_var"] or 0.0 for rows in mine for row in rows[-10:]
-        )
-        print(f"| {name} | {told(final)} | {told(area)} | {told(more)} | {ev:.2f} |")
-        line = "-" if number < 10 else "--"  # there are ten colours
-        curve = [statistics.fmean(x) for x in zip(*rewards)]
-        curve = [statistics.fmean(curve[i : i + block]) for i in range(0, steps, block)]
-        panel.plot(range(block, steps + block, block), curve, line, label=name)
-
-    panel.set(xlabel="step", ylabel=f"reward of the answers, mean of {seeds} seeds")
-    panel.legend(fontsize="small")
-    figure.savefig(out / "ablations.png")
+    compare(out, recipes, flags, all_seeds, steps, pretrain, jobs, only)
 
 
 if __name__ == "__main__":

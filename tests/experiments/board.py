@@ -21,28 +21,28 @@ import sys
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import rooms  # noqa: F401  # finds modules of the other rooms
 import recipes
-from ablations import script_of, told
+from series import script_of, told
 
 TESTS = pathlib.Path(__file__).resolve().parent
 OUT = pathlib.Path("out/board").absolute()
 SEEDS = (101, 102, 103)
 
 
-def main(flags):
+def main(words):
     shutil.rmtree(OUT, ignore_errors=True)
     truth = OUT / "truth"
     truth.mkdir(parents=True)
     shutil.copy(TESTS / "truth.jsonl", truth)
+    script, flags = script_of(" ".join(words), "critic_fsdp.py")
     own = f"--rollouts {TESTS}/answers.jsonl --eval-rollouts {TESTS}/truth.jsonl --steps 400"
-    [script], words = script_of(" ".join(flags), "critic_fsdp.py")
-    own += " --eval-every 0 --save-every 0 " + " ".join(words)
-    jobs = [(OUT / f"{seed}", truth, script, f"{own} --seed {seed}") for seed in SEEDS]
+    command = f"{script} {own} --eval-every 0 --save-every 0 {flags}"
+    jobs = [(OUT / f"{seed}", truth, f"{command} --seed {seed}") for seed in SEEDS]
     runs = list(map(recipes.run, jobs))
 
     columns = [told([run[name] for run in runs]) for name in ("later", "explained", "flatness")]
     commit = ["git", "-C", TESTS, "describe", "--always", "--dirty"]
     commit = subprocess.run(commit, capture_output=True, text=True).stdout.strip()
-    what = " ".join(flags) or "as it is"
+    what = " ".join(words) or "as it is"
     print("\n| later | explained | flatness | what | date | commit |\n|---|---|---|---|---|---|")
     print(f"| {' | '.join(columns)} | {what} | {datetime.date.today()} | {commit} |")
 

@@ -22,6 +22,7 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
 import tyro
 from helpers import common
+from series import told
 from tools import search
 
 import ppo_loop
@@ -145,10 +146,6 @@ def compare(decoding, run):
                 mine = [searched(meter, one, task, held_out, n, block, beta) for one in runs]
                 ways[f"`--candidates {n} --block {block}`, beta {beta:g}"] = mean(mine)
     return ways
-
-
-def told(x_P):
-    return f"{x_P.mean():z.3f} +- {x_P.std(ddof=1) / len(x_P) ** 0.5:.3f}"
 
 
 def tell(ways):

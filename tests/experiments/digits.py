@@ -5,12 +5,11 @@ with secret digits."""
 import json
 import random
 import string
-import subprocess
-import sys
 
 import rewards
 import torch
 from helpers import ROOT, common
+from series import make
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM
 
@@ -92,25 +91,12 @@ def prepare(folder, seed):
 
 
 def pretrain(folder, seed, answers):
-    """Trains a critic on the actor's answers -> metrics of these answers."""
-    if not (folder / "critic" / "report.html").exists():
-        ask = f"--steps 1 --critic-warmup 1 --train-batch-size {answers} --dump-rollouts"
-        ask += f" --seed {1000 + seed}"
-        fit = "--rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor"
-        fit += " --value-head-init zero"
-        fit += f" --ppo-mini-batch-size 16 --lr 1e-3 --steps {STEPS[1]} --cliprange-value None"
-        fit += f" --seed {seed}"
-        for out, script, flags in (
-            ("dump", "ppo_loop.py", FLAGS + ask),
-            ("critic", "critic_fsdp.py", fit),
-        ):
-            command = [
-                flag.format(task=folder) for flag in [*flags.split(), "--out-dir", "{task}/" + out]
-            ]
-            subprocess.run(
-                [sys.executable, ROOT / script, *command], check=True, capture_output=True
-            )
-
-    return next(
-        row for row in common.read_lines(f"{folder}/dump/metrics.jsonl") if "reward/mean" in row
-    )
+    """Trains a critic on the actor's answers -> (its folder, metrics of these answers)."""
+    ask = f"ppo_loop.py {FLAGS} --steps 1 --critic-warmup 1 --train-batch-size {answers}"
+    ask += f" --dump-rollouts --seed {1000 + seed}"
+    asked = make(folder / "dump", ask, quiet=True, task=folder)
+    fit = "critic_fsdp.py --rollouts {task}/dump/rollouts/step_1.jsonl --model {task}/actor"
+    fit += " --value-head-init zero --ppo-mini-batch-size 16 --lr 1e-3 --cliprange-value None"
+    fit += f" --steps {STEPS[1]} --seed {seed}"
+    make(folder / "critic", fit, quiet=True, task=folder)
+    return folder / "critic" / "hf", next(row for row in asked if "reward/mean" in row)

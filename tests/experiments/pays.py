@@ -7,9 +7,7 @@ learning. A critic learns from the first half of the answers, in two passes, and
 others: the table of noise by baseline.
 """
 
-import os
 import pathlib
-import subprocess
 import sys
 from typing import Literal
 
@@ -19,8 +17,8 @@ import digits
 import notes
 import real_model
 import tyro
+from series import call
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 ASK = "--steps 2 --critic-warmup 2 --rollout-n 4 --dump-rollouts --eval-every 0"
 FIT = {
     "digits": (
@@ -30,14 +28,6 @@ FIT = {
     "notes": "--ppo-mini-batch-size 128 --steps 16 --lr 1e-3",
     "sums": f"--ppo-mini-batch-size 32 --steps 64 --lr 5e-5 --freeze-modules {real_model.LOWEST}",
 }
-
-
-def run(script, flags, blanks, out):
-    """Runs a script, which prints its own progress; flags have blanks."""
-    words = [word.format(newline="\n", **blanks) for word in flags.split()]
-    command = [sys.executable, ROOT / script, *words, "--out-dir", out]
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([*map(str, command)], env=one_thread, check=True)
 
 
 def pays(
@@ -59,11 +49,11 @@ def pays(
         module.prepare(out, seed)
         flags = module.FLAGS
 
-    blanks = {"task": out, "out": out, "model": model, "rows": out / "asked" / "rollouts"}
-    ask = f"{flags} {ASK} --train-batch-size {prompts} --seed {seed}"
-    run("ppo_loop.py", ask, blanks, out / "asked")
-    halves = "--rollouts {rows}/step_1.jsonl --eval-rollouts {rows}/step_2.jsonl --model {model}"
-    run("critic_fsdp.py", f"{halves} {FIT[task]} --eval-every 0", blanks, out / "critic")
+    ask = f"ppo_loop.py {flags} {ASK} --train-batch-size {prompts} --seed {seed}"
+    call(f"{ask} --out-dir {{task}}/asked", task=out, model=model)
+    fit = "critic_fsdp.py --rollouts {rows}/step_1.jsonl --eval-rollouts {rows}/step_2.jsonl"
+    fit += f" --model {{model}} {FIT[task]} --eval-every 0 --out-dir {{task}}/critic"
+    call(fit, rows=out / "asked" / "rollouts", task=out, model=model)
 
 
 if __name__ == "__main__":

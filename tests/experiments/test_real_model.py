@@ -63,37 +63,18 @@ def test_a_run_of_ppo_is_made_once_and_its_answers_count(tiny, tmp_path, monkeyp
     table = capsys.readouterr().out
     assert re.findall(r"^\| (.+?) \| 0.000 \| 0.000 \| 0.000 \|", table, flags=re.M) == [*recipes]
 
-    # nothing is repeated, and no weights are left
-    results = (tmp_path / "ppo" / "results.jsonl").read_text()
+    # nothing is repeated, and no weights are left but those of the pretrained critic
     real_model.ppo(tmp_path, tiny, seeds=1, steps=8)
-    assert (tmp_path / "ppo" / "results.jsonl").read_text() == results
-    assert re.findall(r"^\|.*", capsys.readouterr().out, re.M) == re.findall(r"^\|.*", table, re.M)
-    left = {path.parent.name for path in (tmp_path / "ppo").rglob("*.safetensors")}
-    assert left == {"hf"}  # of the pretrained critic
-    steps = {}
-    for line in map(json.loads, results.splitlines()):
-        steps[line["run"]] = sum("reward/mean" in row for row in line["metrics"])
-    none, own = recipes
-    assert steps == {none: 8, own: 7, f"{own}: its answers": 1, f"{own}: its start": 0}
-
-
-def test_critics_are_judged_by_other_questions(tiny, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(real_model, "BATCH", 128)
-    lines = common.toy_rows(256, 0)
-    for name in ("train", "eval"):
-        (tmp_path / f"{name}.jsonl").write_text("\n".join(lines) + "\n")
-    recipe = "20 of 30 layers frozen, rate 2e-5"
-    real_model.critic(tmp_path, tiny, tmp_path, epochs=1, recipes=(recipe,), search=True)
-
-    questions = [
-        {json.loads(line)["prompt"] for line in open(tmp_path / "search" / f"{name}.jsonl")}
-        for name in ("fit", "judge")
+    again = capsys.readouterr().out
+    assert "step " not in again and re.findall(r"^\|.*", table, re.M) == [*again.splitlines()]
+    out = tmp_path / "ppo"
+    start = out / "task, 101" / "critic"
+    assert [x.parent for x in out.rglob("*.safetensors")] == [start / "hf"]
+    steps = [
+        sum("reward/mean" in row for row in common.read_lines(folder / "metrics.jsonl"))
+        for folder in (out / f"{names[0]}, 101", out / f"{names[1]}, 101", start.parent / "asked")
     ]
-    assert all(questions) and not questions[0] & questions[1]
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(f"| {recipe}")]
-    none = " -- | -- | -- | -- |"  # a search does not choose
-    assert len(rows) == 2 and all(row.endswith(none) for row in rows)
-    assert all("--" not in row.removesuffix(none) for row in rows)
+    assert steps == [8, 7, 1]
 
 
 def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
@@ -101,9 +82,8 @@ def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
 ):
     monkeypatch.setattr(real_model, "SUMS", (40, 4))
     monkeypatch.setattr(real_model, "BATCH", 20)
-    recipe = "20 of 30 layers frozen, rate 2e-5"
-    bins = "20 layers frozen, bins (HL-Gauss)"
-    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=(recipe, bins))
+    names = [*real_model.CRITICS][::2]
+    real_model.sums(tmp_path, tiny, seeds=1, epochs=1, recipes=names)
     rows = {}
     for name in ("train", "eval"):
         lines = map(json.loads, open(tmp_path / "sums" / f"{name}.jsonl"))
@@ -112,8 +92,8 @@ def test_critics_of_its_own_answers_are_judged_by_four_to_each_other_sum(
     assert len(set(rows["train"])) == len(rows["train"]) == 40
     assert len(rows["eval"]) == 16 and len(set(rows["eval"])) == 4
     assert not set(rows["train"]) & set(rows["eval"])
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| 20")]
-    assert [bins in row for row in rows] == [False, False, True, True]
+    rows = capsys.readouterr().out.splitlines()[-4:]
+    assert [row.split(" | ")[0] for row in rows] == [f"| {name}" for name in names for _ in "12"]
     for before, after in zip(rows[::2], rows[1::2]):
         assert before.endswith(" -- | -- | -- | -- |")
         assert after.endswith(" 0.000 | 0.000 | nan | nan |")  # no answer is right
@@ -164,7 +144,7 @@ def test_a_batch_of_trl_is_compared_place_by_place(capsys):
     first |= dict(whitened=whitened.float(), losses=[losses], sequence_lengths=last)
     first |= dict(scores=torch.tensor([1.0, -1.0]))
 
-    real_model.compare(first)
+    real_model.compare_formulas(first)
     differences = re.findall(r"\| (\S+e-\d+|0.0e\+00) \|$", capsys.readouterr().out, flags=re.M)
     assert len(differences) == 5 and all(float(x) < 2e-6 for x in differences), differences
     real_model.compare_places(first)
@@ -217,7 +197,7 @@ def test_the_noise_of_long_answers_is_told_in_three_ways(tiny, tmp_path, capsys,
     assert all(alone == whole for _, alone, whole in told[1].values())
     assert any(alone != whole for _, alone, whole in told[12].values())
 
-    file = tmp_path / "12" / "long" / "answers, 1" / "rollouts" / "step_1.jsonl"
+    file = tmp_path / "12" / "long" / "asked" / "rollouts" / "step_1.jsonl"
     noise = common.noise_by_baseline(common.read_rows(str(file), None), 1.0)
     for name, (of_rows, *_) in told[12].items():
         assert of_rows == pytest.approx(noise[name][0], abs=2e-3)
