@@ -13,7 +13,7 @@ import torch
 import truth
 from helpers import actions_of, random_batch, refused, rows_of, worker
 from ppo_helpers import EOS, TOKENIZER, ids_of, policy
-from reference import clipped_loss, whitened_by_hand
+from reference import clipped_loss, log_probs_of_reply, whitened_by_hand
 from transformers import AutoModelForCausalLM
 
 import common
@@ -51,14 +51,9 @@ def read_lines(folder, lines, more=(), **fields):
 
 
 def line_of(prompt, ids, answer=""):
-    ids = [*ids]
-    mask = [True] * len(ids)
-    return {
-        "prompt_ids": ids_of(prompt),
-        "response_ids": ids,
-        "response_mask": mask,
-        "answer": answer,
-    }
+    mask = [True for _ in ids]
+    row = {"prompt_ids": ids_of(prompt), "response_ids": ids, "response_mask": mask}
+    return row | {"answer": answer}
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -290,16 +285,13 @@ def test_the_noise_from_rows_is_that_of_gradients(tmp_path):
     noise.main(noise.Noise(**where, answers=192), flags)
     told = json.loads((tmp_path / "truth" / "noise.json").read_text())
     file = tmp_path / "truth" / "truth.jsonl"
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
     batch = common.read_rows(str(file), None)
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    batch.rollout_log_probs = torch.zeros(len(batch.input_ids))
-    for line, (start, end) in zip(lines, rows_of(batch), strict=True):
-        n = len(line["prompt_ids"])
-        with torch.no_grad():
-            log_p = lm(batch.input_ids[None, start:end]).logits[0, :, : len(TOKENIZER)]
-        log_p = log_p.log_softmax(-1)[:-1].gather(1, batch.input_ids[start + 1 : end, None])[:, 0]
-        batch.rollout_log_probs[start + n : end] = log_p[n - 1 :]
+    log_p = []
+    for line in common.read_lines(file):
+        prompt = line["prompt_ids"]
+        log_p += [0.0] * len(prompt) + log_probs_of_reply(lm, prompt, line["response_ids"], 1.0)
+    batch.rollout_log_probs = torch.tensor(log_p)
     ours = common.noise_by_baseline(batch, 1.0)
     pairs = [
         ("least noise", "minus the mean weighted by (1 - p)^2"),
@@ -318,48 +310,52 @@ class Seen(Exception):
     """Ends a run, because the test has seen enough."""
 
 
-SAID = [
-    "h",
-    "ht",
-    "t",
-    "hh",
-    "th",
-    "",
-]  # by the policy, in turn; 3 and 0 of 6 are on the right path
+@pytest.fixture
+def step_of(tmp_path, monkeypatch):
+    """Runs PPO with an oracle up to the actor's first update -> its batch."""
+    monkeypatch.setattr(ppo_loop, "update_critic", ppo_loop.update_critic)  # restored at the end
+
+    def go(asked, *flags):
+        found = []
+
+        def update_actor(loop, step, batch, n):
+            found.append(batch)
+            raise Seen
+
+        monkeypatch.setattr(ppo_loop, "update_actor", update_actor)
+        where = ["--actor.model", f"{tmp_path}/policy", "--out-dir", f"{tmp_path}/out"]
+        with pytest.raises(Seen):
+            oracle.main(asked, [*task_flags(tmp_path), *where, "--eval-every", "0", *flags])
+        return found[0]
+
+    return go
+
+
+# by the policy, in turn; 3 and 0 of 6 are on the right path
+SAID = ["h", "ht", "t", "hh", "th", ""]
 
 
 @pytest.mark.parametrize("baseline, lam", [("V", 1.0), ("V", 0.5), ("b", 1.0), ("Q-b", 1.0)])
-def test_an_oracle_knows_the_chances_of_the_right_answer(baseline, lam, tmp_path, monkeypatch):
+def test_an_oracle_knows_the_chances_of_the_right_answer(
+    baseline, lam, step_of, tmp_path, monkeypatch
+):
     """Values and advantages of a step, by sums over all tokens."""
-    flags = [*task_flags(tmp_path), "--actor.model", f"{tmp_path}/policy", "--temperature", "0.7"]
-    flags += ["--out-dir", f"{tmp_path}/out", "--whiten", "none", "--lam-policy", str(lam)]
-    flags += ["--rollout-n", str(len(SAID)), "--eval-every", "0"]
 
     def generate(self, rows, temperature, images=None):
         said = [[*ids_of(SAID[i % len(SAID)]), EOS] for i in range(len(rows))]
         return [(ids, [-1.0] * len(ids), True) for ids in said]
 
-    found = []
+    replies = []
     known = oracle.true_values
-
-    def true_values(*args):
-        found.append(args[-1])
-        return known(*args)
-
-    def update_actor(loop, step, batch, n):
-        found.append(batch)
-        raise Seen
-
     monkeypatch.setattr(ppo_loop.HFRollout, "generate", generate)
-    monkeypatch.setattr(oracle, "true_values", true_values)
-    monkeypatch.setattr(ppo_loop, "update_actor", update_actor)
+    monkeypatch.setattr(
+        oracle, "true_values", lambda *args: replies.extend(args[-1]) or known(*args)
+    )
     monkeypatch.setattr(ppo_loop, "whiten_by_noise", lambda batch: batch.advantages)
-    monkeypatch.setattr(ppo_loop, "update_critic", ppo_loop.update_critic)  # restored at the end
-    with pytest.raises(Seen):
-        oracle.main(oracle.Oracle(baseline), flags)
+    flags = f"--whiten none --lam-policy {lam} --rollout-n {len(SAID)} --temperature 0.7"
+    batch = step_of(oracle.Oracle(baseline), *flags.split())
 
     lm = AutoModelForCausalLM.from_pretrained(tmp_path / "policy")
-    replies, batch = found
     right_ones = 0
     for reply, row in zip(replies, batch.split(1), strict=True):
         values, baselines = by_sums(lm, reply)
@@ -433,20 +429,19 @@ def test_advantages_of_least_noise_equal_a_loop(n, idle):
     torch.testing.assert_close(ppo_loop.whiten_by_noise(batch), expected)
 
 
-@pytest.mark.parametrize("p, rewards, expected", [
-    ((0.3,), (0.7,), (0.7,)),  # no other answer: minus 0
-    ((0.5, 0.1), (1.0, 3.0), (-1.0, 1.0)),  # minus that of the other one
-    ((1.0, 1.0), (0.0, 0.0), (0.0, 0.0)),
-    ((1.0, 0.5, 0.5), (1.0, 0.0, 0.0), (1.0, 0.0, 0.0)),  # a sure action counts for nothing
-])  # fmt: skip
-def test_the_mean_is_that_of_the_other_answers(p, rewards, expected):
-    batch = common.concat([common.Batch.blank(2) for _ in p])
-    batch.row_id = torch.arange(len(p))
-    for column, numbers in (("rollout_log_probs", map(math.log, p)), ("advantages", rewards)):
-        getattr(batch, column)[1::2] = torch.tensor([*numbers])
-    found = ppo_loop.whiten_by_noise(batch)[1::2]
-    size = math.sqrt(sum(x * x for x in expected) / len(p)) or 1.0
-    assert found.tolist() == pytest.approx([x / size for x in expected], abs=1e-4)
+def test_the_mean_leaves_out_sure_actions():
+    """They count for nothing; without any other answer, it is 0."""
+    for p, rewards in (
+        ((1.0, 0.5, 0.5), (1.0, 0.0, 0.0)),
+        ((1.0, 1.0), (0.0, 0.0)),
+        ((0.3,), (1.0,)),
+    ):
+        batch = common.concat([common.Batch.blank(2) for _ in p])
+        batch.row_id = torch.arange(len(p))
+        batch.rollout_log_probs[1::2] = torch.tensor(p).log()
+        batch.advantages[1::2] = torch.tensor(rewards)
+        expected = math.sqrt(len(p)) * torch.tensor(rewards)
+        torch.testing.assert_close(ppo_loop.whiten_by_noise(batch)[1::2], expected)
 
 
 def test_a_critic_of_least_noise_weighs_its_loss_and_starts_at_that_mean():
@@ -481,56 +476,38 @@ def test_a_file_has_the_chances_of_its_tokens_or_a_critic_of_least_noise_refuses
     """Those that ppo_loop.py dumps come back."""
     batch = random_batch(6, vocab_size=40)
     batch.token_level_rewards *= batch.response_mask
-    ppo_loop.write_jsonl(batch, f"{tmp_path}/rows.jsonl")
-    again = common.read_rows(f"{tmp_path}/rows.jsonl", None)
-    assert torch.equal(again.rollout_log_probs, batch.rollout_log_probs)
-
-    lines = [json.loads(line) for line in open(tmp_path / "rows.jsonl")]
+    files = [f"{tmp_path}/{name}.jsonl" for name in ("rows", "some")]
+    ppo_loop.write_jsonl(batch, files[0])
+    lines = common.read_lines(files[0])
     del lines[3]["log_probs"]
-    rows = [json.dumps(line) for line in lines]
-    assert common.read_rows(rows, None).rollout_log_probs is None
+    common.replace_lines(files[1], lines)
+    again, without = (common.read_rows(file, None).rollout_log_probs for file in files)
+    assert torch.equal(again, batch.rollout_log_probs) and without is None
 
-    common.replace_lines(f"{tmp_path}/some.jsonl", lines)
     critic = worker(model="tiny-qwen2")
     config = critic_fsdp.Config(value_weights="noise")
-    for file in ("rows", "some"):
-        run = critic_fsdp.Run(critic=config, rollouts=f"{tmp_path}/{file}.jsonl")
-        if file == "rows":
-            critic_fsdp.load_rows(run, critic)
-        else:
-            with refused("some rows of --rollouts have no log_probs"):
-                critic_fsdp.load_rows(run, critic)
+    critic_fsdp.load_rows(critic_fsdp.Run(critic=config, rollouts=files[0]), critic)
+    with refused("some rows of --rollouts have no log_probs"):
+        critic_fsdp.load_rows(critic_fsdp.Run(critic=config, rollouts=files[1]), critic)
 
 
-def test_progress_advantage_is_the_log_ratio_of_two_policies(tmp_path, monkeypatch):
+def test_progress_advantage_is_the_log_ratio_of_two_policies(step_of, tmp_path):
     """Whitened, and whatever the answers earn."""
-    flags = [*task_flags(tmp_path), "--actor.model", f"{tmp_path}/policy", "--eval-every", "0"]
-    flags += ["--out-dir", f"{tmp_path}/out", "--rollout-n", "8"]
+    learned = tmp_path / "learned"
     for name, scale in (("hf", 0.2), ("supervised", 0.1)):
         other = policy(override_config=json.dumps({"initializer_range": scale}))
-        other.export_hf(tmp_path / "learned" / name, TOKENIZER)
+        other.export_hf(learned / name, TOKENIZER)
+    batch = step_of(oracle.Oracle("progress", learned=str(learned)), "--rollout-n", "8")
 
-    found = []
-
-    def update_actor(loop, step, batch, n):
-        found.append(batch)
-        raise Seen
-
-    monkeypatch.setattr(ppo_loop, "update_actor", update_actor)
-    monkeypatch.setattr(ppo_loop, "update_critic", ppo_loop.update_critic)  # restored at the end
-    with pytest.raises(Seen):
-        oracle.main(oracle.Oracle("progress", learned=f"{tmp_path}/learned"), flags)
-
-    [batch] = found
-    gains = []
-    for row in batch.split(1):
-        for name, sign in (("hf", 1), ("supervised", -1)):
-            lm = AutoModelForCausalLM.from_pretrained(tmp_path / "learned" / name)
-            ids_T = row.input_ids
-            log_p_LV = lm(ids_T[None]).logits[0].double().log_softmax(-1)[:-1]
-            of_T = sign * log_p_LV.gather(1, ids_T[1:, None])[:, 0][row.response_mask[1:]]
-            gains.append(of_T.detach())
-    gain_A = torch.cat([new + old for new, old in zip(gains[::2], gains[1::2])])
-    expected = (gain_A - gain_A.mean()) / gain_A.std()
+    gains = 0.0
+    for name, sign in (("hf", 1), ("supervised", -1)):
+        lm = AutoModelForCausalLM.from_pretrained(learned / name)
+        found = []
+        for (start, end), places in zip(rows_of(batch), actions_of(batch)):
+            ids = batch.input_ids[start:end].tolist()
+            n = places[0] - start
+            found += log_probs_of_reply(lm, ids[:n], ids[n:], 1.0)
+        gains = gains + sign * torch.tensor(found, dtype=torch.float64)
+    expected = (gains - gains.mean()) / gains.std()
     ours = batch.advantages[batch.response_mask].double()
     torch.testing.assert_close(ours, expected, rtol=1e-3, atol=1e-3)
