@@ -24,9 +24,8 @@ def prompts_of(tmp_path, *rows, tokenizer=None, **fields):
 
 
 def test_prompts_of_text_and_of_chats(tmp_path, capsys):
-    load = lambda *rows, **fields: prompts_of(
-        tmp_path, *rows, tokenizer=chat_tokenizer(""), **fields
-    )
+    told = {"tokenizer": chat_tokenizer("")}
+    load = lambda *rows, **fields: prompts_of(tmp_path, *rows, **told, **fields)
     user = [{"role": "user", "content": "hi"}]
     chat = [{"role": "system", "content": "S"}, *user]
     begun = [*user, {"role": "assistant", "content": "I think"}]
@@ -37,9 +36,8 @@ def test_prompts_of_text_and_of_chats(tmp_path, capsys):
     assert ours[0] == Prompt(ids_of("1+1="), "1+1=", "2", None)
     assert ours[1] == Prompt(ids_of("<system>S\n<user>hi\n<assistant>"), "hi", None, chat)
     assert ours[2] == Prompt(ids_of("<user>hi\n<assistant>I think"), "I think", None, begun)
-    [ours] = load(
-        {"question": "hi", "gold": 7}, chat=True, prompt_key="question", answer_key="gold"
-    )
+    keys = {"prompt_key": "question", "answer_key": "gold"}
+    [ours] = load({"question": "hi", "gold": 7}, chat=True, **keys)
     assert ours[:4] == (ids_of("<user>hi\n<assistant>"), "hi", 7, user)
 
     rows = [{"prompt": "a" * n, "n": n} for n in (3, 6, 5, 9)]
@@ -101,16 +99,24 @@ def test_each_critic_brings_its_own_flags_and_all_are_explained(capfd, monkeypat
     ("--kl-coeff 0.1", "Perhaps you meant: --kl-coef FLOAT"),
     ("--offload True", "Unrecognized options: True"),
     ("--steps x", "--steps: invalid literal for int() with base 10: 'x'"),
+    ("--critic", "argument '--critic'"), ("--critic --steps 3", "argument '--critic'"),
 ])  # fmt: skip
 def test_a_flag_that_cannot_be_read_is_named(flags, words, capfd):
     with refused_in_a_box(capfd, words):
         ppo_loop.parse(flags.split())
 
 
+HUGE = "9" * 30
+
+
 @pytest.mark.parametrize("flags", [
     "--rollout-n 0", "--gamma 1.1", "--kl-coef nan", "--eval-every -1", "--top-p 0",
     "--reward-timeout inf", "--temperature 0", "--vllm.gpu-memory-utilization 1.5",
     "--actor.clip-ratio-c 1", "--critic.lr 0", "--critic.ppo-mini-batch-size 0 --critic megatron",
+    f"--seed {HUGE}", f"--steps {HUGE}", "--reward-timeout 1e9", "--kl-coef 1e300",
+    "--temperature 1e-9", f"--rollout-batch-size {HUGE}", f"--max-response-length {HUGE}",
+    f"--max-turns {HUGE}", "--rollout-n 1000000", "--actor.lr 1e300", "--actor.tis-cap 1e300",
+    f"--actor.ppo-epochs {HUGE}",
 ])  # fmt: skip
 def test_a_number_out_of_range_is_named(flags, capfd):
     """By its group, its field and its range."""
@@ -196,8 +202,7 @@ def test_a_bad_flag_is_one_line_that_names_it(named, flags, parse, tmp_path, mon
 
 @pytest.mark.megatron
 def test_valid_flags_are_accepted(parse, tmp_path, capsys):
-    """Budgets that just fit, or are halved since memory ran out; what the critic inherits from the
-    actor."""
+    """Budgets that just fit; what the critic inherits from the actor."""
     set_up = lambda flags: ppo_loop.set_up(parse(flags))
     for backend in ("fsdp", "megatron"):
         budgets = "--actor.ppo-max-token-len-per-gpu 14 --critic.ppo-max-token-len-per-gpu 14"
@@ -210,29 +215,18 @@ def test_valid_flags_are_accepted(parse, tmp_path, capsys):
     for p in task.prompts + task.held_out:
         assert sum(map(int, p.text[:-1].split("+"))) == int(p.answer) and p.ids == ids_of(p.text)
     assert not {p.text for p in task.prompts} & {p.text for p in task.held_out}
-    assert (
-        run.critic.model == run.actor.model == "tiny-llama"
-        and task.model_config.model_type == "llama"
-    )
-    assert (run.actor.lr, run.critic.lr, run.max_response_length, run.reward) == (
-        5e-4,
-        1e-3,
-        8,
-        "addition",
-    )
-
-    halved = types.SimpleNamespace(folder=None, halvings=9)
-    actor, reference, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), halved)
-    assert actor.critic.max_tokens == critic.critic.max_tokens == 16384 >> 9
-    for worker in (actor, reference):
-        assert worker.critic.max_tokens_forward == 2 * 16384 >> 9
+    assert run.critic.model == run.actor.model == "tiny-llama"
+    assert task.model_config.model_type == "llama"
+    told = (run.actor.lr, run.critic.lr, run.max_response_length, run.reward)
+    assert told == (5e-4, 1e-3, 8, "addition")
+    start = types.SimpleNamespace(folder=None, halvings=0)
+    _, _, critic, *_ = ppo_loop.build(run, task, common.setup_distributed(), start)
     assert critic.critic.total_steps == 60 * 3
     (file := tmp_path / "x.jsonl").write_text('{"prompt": "1+1=", "answer": "#### 2"}')
     assert "answers " not in capsys.readouterr().out
 
-    run, _ = set_up(
-        f"--actor.model tiny-llama --prompts {file} --reward gsm8k --critic.model tiny-gpt2"
-    )
+    models = "--actor.model tiny-llama --critic.model tiny-gpt2"
+    run, _ = set_up(f"{models} --prompts {file} --reward gsm8k")
     assert "answers " not in capsys.readouterr().out
     assert (run.actor.lr, run.max_response_length, run.reward) == (1e-6, 256, "gsm8k")
     assert run.critic.model == "tiny-gpt2" and run.critic.lr is None
