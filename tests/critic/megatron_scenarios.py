@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 import transformers
 from forked import scenario
-from helpers import assert_rows_come_back, full_tensor, mine, random_batch, refused
+from helpers import assert_rows_come_back, full_tensor, mine, of_critic, random_batch, refused
 from megatron_helpers import computed, whole_of
 from reference import check_export, difference
 from safetensors.torch import load_file, save_file
@@ -129,10 +129,6 @@ def assert_same(ours, theirs, what):
 
 def counters(worker):
     return [worker.critic.updates, worker.critic.optimizer_steps, worker.critic.learning_rate()]
-
-
-def of_critic(metrics):
-    return {name: x for name, x in metrics.items() if name.startswith("critic/")}
 
 
 FSDP2 = {"strategy": "fsdp2"}
@@ -446,12 +442,8 @@ def damages(files, scratch):
         "half a shard": ({shard: content[:9000]}, "do not load (", "does not fit"),
         "some experts lack a moment": ({shard: scratch.read_bytes()}, "fit, e.g. ", "does not fit"),
         "no JSON": ({"trainer.json": b"{"}, "not a checkpoint of this script (JSONDecodeError"),
-        "no shape": (
-            {"trainer.json": b'{"updates": 1}'},
-            "not a checkpoint of this script (KeyError",
-        ),
+        "no shape": ({"trainer.json": b"{}"}, "not a checkpoint of this script (KeyError"),
         "other model": (shape(hidden_size=128), "another model: hidden_size 128 there, 64 here"),
-        "adapters": (shape(lora_rank=3), "another model: lora_rank 3 there, None here"),
     }
 
 
@@ -516,8 +508,9 @@ def an_automatic_budget_fills_the_memory(folder):
     layout = {1: {"freeze_modules": "mlp"}, 2: {PP: 2}}[common.WORLD_SIZE]
     auto = make(ppo_max_token_len_per_gpu="auto:0.03", **layout)
     metrics = auto.update_critic(rows(3))
-    for name, x in make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3)).items():
-        assert name.startswith("perf/") or math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
+    expected = make(ppo_max_token_len_per_gpu=64, **layout).update_critic(rows(3))
+    for name, x in of_critic(expected).items():
+        assert math.isclose(metrics[name], x, rel_tol=1e-6), (name, x)
     full = common.concat([common.Batch.blank(40)] * (auto.critic.max_tokens // 40))
     micro = lambda: auto.critic.micro_batch(full)
     auto.critic.forward_backward_all([micro()])  # creates what stays allocated
@@ -591,12 +584,17 @@ def spoiling_schedule(critic, number):
 
 @scenario(ranks=2)
 def a_padding_token_may_count_from_the_end(folder):
-    """As in transformers, -1 is the last row of the embedding, which rank 1 holds."""
-    workers = [
-        make(override_config=json.dumps({"pad_token_id": pad}), **{TP: 2}) for pad in (-1, 98)
-    ]
-    first, second = (worker.critic.padding_row for worker in workers)
-    assert first == second and (first is None) == (common.RANK == 0)
+    """As in transformers, -1 is the last row of the embedding, which rank 1 holds. It does not
+    train, although a row begins with it."""
+    batch = rows(0)
+    batch.input_ids[0] = 98
+    for pad in (-1, 98, 97):
+        options = {"override_config": json.dumps({"pad_token_id": pad}), "weight_decay": 0.0}
+        worker = make(**options, **{TP: 2})
+        embedding = lambda worker=worker: computed(worker)["model.embed_tokens.weight"][98]
+        before = embedding()
+        worker.update_critic(batch)
+        assert torch.equal(embedding(), before) == (pad != 97), pad
 
 
 @scenario(ranks=2)
@@ -624,51 +622,34 @@ def sizes_that_do_not_divide_are_named(folder):
             make(freeze_modules=pattern)
 
 
-@scenario(ranks=(1, 2, 4), slow=True)
-def bfloat16_learns_alike_on_every_layout(folder):
-    """Losses of three updates equal those of one rank up to rounding; wrong weights would show."""
-    layouts = {
-        "dense": {1: [{}], 2: [{}, {TP: 2}, {PP: 2, VPP: 2}], 4: []},
-        "mixture": {1: [{}], 2: [{EP: 2}], 4: [{PP: 2, VPP: 2, EP: 2}, {PP: 2, VPP: 2}]},
-    }
-    for name, fields in {"dense": FOUR_LAYERS, "mixture": {**FOUR_LAYERS, **MOE}}.items():
-        for layout in layouts[name][common.WORLD_SIZE]:
-            worker = make(lr=1e-2, **BFLOAT16, **fields, **layout)
-            losses = [worker.update_critic(rows(seed))["critic/vf_loss"] for seed in range(3)]
-            if common.WORLD_SIZE == 1:
-                (folder / f"{name}.json").write_text(json.dumps(losses))
-            expected = json.loads((folder / f"{name}.json").read_text())
-            assert max(expected) > 1.5 * min(expected), expected  # the loss does change
-            for ours, theirs in zip(losses, expected, strict=True):
-                assert math.isclose(ours, theirs, rel_tol=5e-2), (name, layout, losses, expected)
-
-
 @scenario(ranks=2)
 def bfloat16_keeps_master_weights(folder):
     """Head and master weights are float32, exactly as drawn, and sum up steps too small for
-    bfloat16."""
-    for fields in ({TP: 2}, {EP: 2, **MOE}):
+    bfloat16. Values, losses and gradients are those of float32 up to rounding."""
+    for fields in ({TP: 2}, {EP: 2, **MOE}, {PP: 2, VPP: 2, **FOUR_LAYERS}):
         half, full = make(lr=1e-6, **BFLOAT16, **fields), make(lr=1e-6, **fields)
         start = wholes(half)["weight"]
         assert_same(start, wholes(full)["weight"], fields)
         assert any(not torch.equal(x, x.bfloat16().float()) for x in start.values())
-        ours, theirs = half.compute_values(rows(0)), full.compute_values(rows(0))
+        ours, theirs = (common.compute_together(w, random_batch(16)) for w in (half, full))
         error = float((ours - theirs).norm() / theirs.norm())
         assert 1e-6 < error < 0.05, (fields, error)
+
         before = computed(half)
-        assert_same(
-            *({n: x for n, x in w.items() if "score" in n} for w in (before, computed(full))),
-            fields,
-        )
+        heads = [{n: x for n, x in w.items() if "score" in n} for w in (before, computed(full))]
+        assert_same(*heads, fields)
         for seed in range(5):
-            assert half.update_critic(rows(seed))["critic/skipped_steps"] == 0
+            ours, theirs = (w.update_critic(rows(seed)) for w in (half, full))
+            assert ours["critic/skipped_steps"] == 0
+            for name in ("critic/vf_loss", "critic/grad_norm"):
+                assert math.isclose(ours[name], theirs[name], rel_tol=5e-2), (fields, name)
+
         after, now = wholes(half)["weight"], computed(half)
         body = [n for n in start if "score" not in n]
         moved = torch.cat([(after[n] - start[n]).abs().flatten() for n in body])
         changed = torch.cat([(now[n] != before[n]).flatten() for n in body]).float().mean()
         # embeddings of tokens that do not occur only decay, by a factor of 1 - 1e-8 a step
         assert moved.median() > 1e-6 and changed < 0.1, (fields, moved.median(), changed)
-        assert half.critic.modules[-1].output_layer.weight.dtype == torch.float32
         assert (now["score.weight"] != before["score.weight"]).all(), fields
 
 
