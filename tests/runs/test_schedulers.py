@@ -1,5 +1,5 @@
-"""The reference's job files: the script for Slurm runs with stand-ins for Slurm's programs, and the
-one for Kubernetes is read."""
+"""The job files in tests/tools: the script for Slurm runs with stand-ins for Slurm's programs, and
+the one for Kubernetes is read."""
 
 import os
 import re
@@ -19,9 +19,8 @@ import critic_fsdp
 
 pytestmark = pytest.mark.slow
 
-PAGE = (ROOT / ".github" / "reference.md").read_text()
-SLURM = re.search(r"^```bash\n(#!/bin/bash\n.*?)^```", PAGE, flags=re.M | re.S)[1]
-KUBERNETES = re.search(r"^```yaml\n(.*?)^```", PAGE, flags=re.M | re.S)[1]
+SLURM = (ROOT / "tests" / "tools" / "slurm.sh").read_text()
+KUBERNETES = (ROOT / "tests" / "tools" / "k8s.yaml").read_text()
 
 # srun kills the job when it gets SIGTERM itself, and scancel signals what srun has started
 STAND_INS = {
