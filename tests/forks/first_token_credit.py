@@ -3,7 +3,11 @@
     python tests/forks/first_token_credit.py --critic-warmup 30 --critic.value-head-init mean
 
 The advantages of an answer of L actions have their own lambda, Q^(1 / (L - 1)); JustRL-II has
-Q^(1 / L). More flags are those of ppo_loop.py.
+Q^(1 / L). More flags are those of ppo_loop.py. Four published rules, and about the Q of each:
+    JustRL-II            Q^(1 / L)           0.5
+    SAO (2607.07508)     1 - 1 / (1.5 L)     0.51
+    BPCO (2608.23566)    1 - 1 / (0.4 L)     0.08
+    VAPO (2504.05118)    1 - 1 / (0.05 L)    2e-9
 """
 
 from dataclasses import replace

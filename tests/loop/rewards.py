@@ -7,6 +7,9 @@ A file with these lines, next to one of yours, has a reward for --reward FILE.py
     from tests.loop.rewards import verl
 
     score = verl(compute_score)
+
+The adapters are short and import nothing of ours, so you may also copy one. An argument that the
+rows have nothing for keeps its default; without one it is None, or a list of None.
 """
 
 import inspect
@@ -22,8 +25,8 @@ import zlib
 
 
 def verl(function):
-    """Of function(data_source, solution_str, ground_truth, extra_info). A row without an answer
-    has its ground truth at reward_model.ground_truth."""
+    """Of function(data_source, solution_str, ground_truth, extra_info), which gets the response as
+    solution_str. A row without an answer has its ground truth at reward_model.ground_truth."""
 
     def score(response, answer, row):
         if answer is None:
@@ -52,7 +55,8 @@ def openrlhf(function):
 
 def trl(function):
     """Of function(prompts, completions, completion_ids, **columns), lists over rows. Prompts and
-    completions are texts, and in a chat messages; columns are those of the rows."""
+    completions are texts, and in a chat messages; columns are those of the rows. None as a result
+    is a fault of its row."""
 
     def score(rows, prompt, messages, response, turns, tokens):
         prompts = []

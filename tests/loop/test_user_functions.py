@@ -9,7 +9,6 @@ import re
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from concurrent import futures
@@ -17,6 +16,7 @@ from concurrent import futures
 import forked
 import pebble
 import pytest
+import rewards
 import torch
 from helpers import ROOT, refused, run, succeeded
 
@@ -475,12 +475,11 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 @pytest.mark.slow
-def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_reference(tmp_path):
+def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_adapters(tmp_path):
     """From another folder. What rows lack is None, and a fault is named with the function's line,
     which stands in another file than the adapter."""
-    page = (ROOT / ".github" / "reference.md").read_text()
-    lines = re.search(r"^  ```python reward\n(.*?)^  ```", page, flags=re.M | re.S)[1]
-    (tmp_path / "verl_reward.py").write_text(textwrap.dedent(lines))
+    lines = re.findall("^    (.*)", rewards.__doc__, flags=re.M)
+    (tmp_path / "verl_reward.py").write_text("\n".join(lines))
     (tmp_path / "my_rewards.py").write_text(FOR_VERL)
     flags = ("--reward", "verl_reward.py:score", "--steps", "1", "--supervised-steps", "20")
     command = [sys.executable, ROOT / "ppo_loop.py", *flags, "--out-dir", "out"]

@@ -4,21 +4,19 @@ test_scenarios.py waits for it.
 Several engines may live in one process, as long as none is deleted.
 """
 
-import contextlib
 import dataclasses
 import http.server
 import importlib.util
-import io
 import json
 import os
 import pathlib
-import re
 import signal
 import sys
 import tempfile
 import threading
 import warnings
 
+import ask_vllm
 import forked
 import ppo_scenarios
 import pytest
@@ -534,9 +532,9 @@ def scores(folder):
     assert 1e-4 < ours < 1.5 * theirs, (ours, theirs)
 
 
-def the_client_of_the_page(folder):
-    """Its lines print the values of a row, from what vLLM makes of a request; the packages of its
-    server are not installed."""
+def the_client_of_a_served_critic(folder):
+    """It gets the values of a row, from what vLLM makes of a request; the packages of vLLM's server
+    are not installed."""
     from vllm.entrypoints.pooling.pooling.protocol import PoolingCompletionRequest, PoolingResponse
 
     w = helpers.worker(override_config=json.dumps(HEADS), value_head_init="normal")
@@ -557,16 +555,14 @@ def the_client_of_the_page(folder):
 
     server = http.server.HTTPServer(("localhost", 0), Server)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    page = (helpers.ROOT / ".github" / "reference.md").read_text()
-    lines = re.search(r"^```python served\n(.*?)^```", page, flags=re.M | re.S)[1]
-    assert "//localhost:8000/pooling" in lines
-    with contextlib.redirect_stdout(io.StringIO()) as said:
-        exec(lines.replace("8000", str(server.server_port)), {})
+    assert "//localhost:8000/pooling" in ask_vllm.URL
+    ask_vllm.URL = ask_vllm.URL.replace("8000", str(server.server_port))
+    said = ask_vllm.values("94+48=", "94")
 
     row = json.dumps({"prompt": "94+48=", "response": "94", "reward": 0})
     batch = common.read_rows([row], w.tokenizer)
     values = w.compute_values(batch)[batch.response_mask].tolist()
-    assert json.loads(said.getvalue()) == pytest.approx(values, abs=1e-5) and len(values) == 3
+    assert said == pytest.approx(values, abs=1e-5) and len(values) == 3
 
 
 def the_process_is_as_it_was(folder):
@@ -662,7 +658,7 @@ LAUNCHES = [
     ("sigterm ends generate", 2, sigterm_ends_generate, (), ()),
     ("errors", 1, errors, (), ()),
     ("scores", 1, scores, (), ()),
-    ("the client of the page", 1, the_client_of_the_page, (), ()),
+    ("the client of a served critic", 1, the_client_of_a_served_critic, (), ()),
     ("start", 1, start, (), ()),
     *((f"golden {x}", n, golden, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),

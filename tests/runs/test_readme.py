@@ -15,6 +15,7 @@ import re
 import shlex
 import shutil
 import sys
+import textwrap
 from concurrent.futures import ThreadPoolExecutor
 from statistics import fmean
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ from xml.etree import ElementTree
 import bench
 import browser
 import pytest
+import serve
 import torch
 import torch.distributed as dist
 import truth
@@ -47,11 +49,12 @@ COMMANDS = []  # (kind, command on one line, without .venv/bin/)
 for kind, block in BLOCKS:
     lines = block.replace("\\\n    ", "").replace(".venv/bin/", "").strip().splitlines()
     COMMANDS += [(kind, line) for line in lines]
-OWN, VOTE, PIPE = (
-    re.search(rf"^```python {name}\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)[1]
-    for name in ("own", "vote", "pipe")
-)
-LOGS = re.findall(r"^```python log\n(.*?)^```", PAGES["reference.md"], flags=re.M | re.S)
+OWN = (ROOT / "tests" / "lessons" / "own_loop.py").read_text()
+VOTE = ROOT / "tests" / "tools" / "vote.py"
+PIPE = textwrap.dedent(serve.__doc__.partition("A client in Python:\n\n")[2])
+PAPERS = PAGES["reference.md"].partition("\n### Papers as commands\n")[2].partition("\n## ")[0]
+IN_A_CELL = re.compile(r"^\| [^|]+ \| `\.venv/bin/(python [^`]+)` \|", re.M)
+COMMANDS += [("paper", line) for line in IN_A_CELL.findall(PAPERS)]
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
 [OWN_ROWS] = [line for _, line in COMMANDS if line.endswith("--out-dir out/my")]
@@ -71,7 +74,7 @@ PATH = f"{os.path.dirname(sys.executable)}:{os.environ['PATH']}"
 def copy(tmp_path_factory):
     """The scripts, tools and forks alone in a folder, next to the development data."""
     folder = tmp_path_factory.mktemp("copy")
-    for room in ("tools", "forks"):
+    for room in ("tools", "forks", "lessons"):
         (folder / "main" / "tests" / room).mkdir(parents=True)
     files = []
     for names in ("*.py", "tests/rows*.jsonl", "tests/tools/*.py", "tests/forks/*.py"):
@@ -83,7 +86,7 @@ def copy(tmp_path_factory):
 
 
 def test_every_command_is_of_a_kind_that_is_tested():
-    kinds = "start extra run parts nodes gpu card vllm test convert board diff truth search picture"
+    kinds = "start extra run parts nodes gpu card vllm test convert diff truth search picture"
     kinds += " nano paper class pay"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
@@ -334,10 +337,11 @@ def test_the_lines_of_python_run(copy):
 
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
-    (copy / f"own_{script}.py").write_text(OWN.replace("critic_fsdp", script))
+    file = copy / "tests" / "lessons" / f"own_{script}.py"
+    file.write_text(OWN.replace("import critic_fsdp as", f"import {script} as"))
     found = []
     for ranks in (1, 2):
-        said = succeeded(torchrun(ranks, f"own_{script}.py", cwd=copy))
+        said = succeeded(torchrun(ranks, file, cwd=copy))
         lines = re.findall(r"^({.*}) \((\d+), 10\)$", said, flags=re.M)
         assert [int(rows) for _, rows in lines] == [16 // ranks] * 3
         steps = [json.loads(metrics) for metrics, _ in lines]
@@ -412,9 +416,9 @@ def check_scores(copy):
     first = common.read_lines(copy / "out" / "scored" / "scored.jsonl")[0]
     assert said_by_python_of(page, copy) == pytest.approx(first["values"], abs=1e-5)
 
-    (copy / "vote.py").write_text(VOTE)
     shown = page.replace("\n", " ").partition("With the critic of the README")[2]
-    for said in succeeded(run(sys.executable, "vote.py", cwd=copy)).splitlines():
+    scored = "out/scored/scored.jsonl"
+    for said in succeeded(run(sys.executable, VOTE, scored, cwd=copy)).splitlines():
         name, reward = said.rsplit(" ", 1)
         claimed = float(re.search(rf"{name} ([\d.]+\d)", shown)[1])
         assert claimed == pytest.approx(float(reward), abs=0.05)
@@ -676,14 +680,14 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
     critic("--rollouts", "tests/rows_held_out.jsonl", "--steps", 1, "--out-dir", "out/my")
 
     for part in ("aa", "ab"):
-        first = shell()[0].split()
+        first, *_, vote = map(str.split, shell())
         assert first[1:4] == ["critic_fsdp.py", "--score", f"out/parts/{part}"]
         critic(*first[2:])
 
-    assert shell() == []
+    assert shell() == [" ".join(vote)]
     scored = common.read_lines(tmp_path / "out" / "scored" / "scored.jsonl")
-    (tmp_path / "vote.py").write_text(VOTE)
-    said = succeeded(run(sys.executable, "vote.py", cwd=tmp_path)).splitlines()
+    assert vote[:2] == ["python", "tests/tools/vote.py"]
+    said = succeeded(run(sys.executable, VOTE, *vote[2:], cwd=tmp_path)).splitlines()
 
     for k, name in enumerate(("best of n", "majority", "weighted")):
         rewards = 0.0
@@ -709,14 +713,6 @@ def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
     assert len(json.loads(said[1])) == 4
 
 
-def skip_without_packages(line):
-    """Skips if what the line imports is not installed: the project itself does not need it."""
-    needs = {"trackio": "tbparse", "wandb": "wandb", "pandas": "pandas"}
-    for package, module in needs.items():
-        if package in line:
-            pytest.importorskip(module)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])
 def test_rows_of_other_tools_are_trained_on(line, tmp_path):
@@ -726,6 +722,8 @@ def test_rows_of_other_tools_are_trained_on(line, tmp_path):
     assert "'1+1=Step 1: 1 and 1' -> '\\n' <- 'Step 2: is 2' -> '\\n'" in said
 
 
+LOGGERS = ROOT / "tests" / "tools" / "loggers.py"
+OFFLINE = {"HF_HUB_OFFLINE": "1", "WANDB_MODE": "offline"}
 HOLDS_BACK = """import atexit
 
 rows = []
@@ -735,35 +733,37 @@ atexit.register(lambda: open("held_back", "w").write(str(rows)))
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("snippet", [HOLDS_BACK, *LOGS])
-def test_a_logger_of_another_package_gets_the_last_line(snippet, tmp_path):
+@pytest.mark.parametrize("package", [None, "wandb", "trackio", "mlflow"])
+def test_a_logger_of_another_package_gets_the_last_line(package, tmp_path):
     """Also one that it holds back until the process ends."""
-    pytest.importorskip(snippet.split()[1])
-    (tmp_path / "mine.py").write_text(snippet)
+    logger = "mine.py:log"
+    (tmp_path / "mine.py").write_text(HOLDS_BACK)
+    if package:
+        pytest.importorskip(package)
+        logger = f"{LOGGERS}:{package}"
     (tmp_path / "logs.py").write_text(
         "import common\n\n"
         "def main():\n"
-        "    logger = common.Logger('out', {}, 0, None, 'mine.py:log')\n"
+        f"    logger = common.Logger('out', {{}}, 0, None, {logger!r})\n"
         "    logger.log(1, {'critic/vf_loss': 0.5, 'perf/mfu': float('nan')})\n"
         "    logger.log(2, {'eval/the_last_one': 0.25})\n\n"
         "common.launch(main)\n"
     )
-    home = {"TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    succeeded(run("bash", "-c", f"{sys.executable} logs.py", cwd=tmp_path, **home))
+    command = f"{sys.executable} logs.py"
+    succeeded(run("bash", "-c", command, cwd=tmp_path, **OFFLINE, TRACKIO_DIR=str(tmp_path)))
     theirs = [path for path in tmp_path.glob("**/*") if path.is_file() and "out" not in path.parts]
     theirs = [path.read_bytes() for path in theirs if path.suffix != ".py"]
     assert any(b"eval/the_last_one" in x and b"critic/vf_loss" in x for x in theirs)
 
 
-@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "board"])
-def test_other_boards_read_the_curves(line, tmp_path):
-    skip_without_packages(line)
+@pytest.mark.parametrize("package", ["wandb", "trackio", "mlflow"])
+def test_another_package_reads_the_curves_of_a_run_that_has_ended(package, tmp_path):
+    pytest.importorskip(package)
     logger = common.Logger(str(tmp_path / "out" / "my"), {}, 0, None)
     for step in (1, 2):
         logger.log(step, {"critic/vf_loss": 0.5 / step, "perf/mfu": math.nan})
-    logger.board.flush()
-    home = {"WANDB_MODE": "offline", "TRACKIO_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    succeeded(run("bash", "-c", line.replace("python3", sys.executable), cwd=tmp_path, **home))
+    command = f"{sys.executable} {LOGGERS} {package} out/my/metrics.jsonl"
+    succeeded(run("bash", "-c", command, cwd=tmp_path, **OFFLINE, TRACKIO_DIR=str(tmp_path)))
     theirs = [path for path in tmp_path.glob("**/*") if path.is_file() and "out" not in path.parts]
     assert any(b"critic/vf_loss" in path.read_bytes() for path in theirs), theirs
 

@@ -7,7 +7,17 @@ The model is loaded once, and a pipe is a service. Each line of standard input i
 standard output with what --score writes for it, or with {"error": ...}; all else that is printed
 goes to standard error. It runs on one rank until its input ends.
 
-More flags are those of the critic's script. Those that train do nothing here.
+More flags are those of the critic's script. Those that train do nothing here. A client in Python:
+
+    import json, subprocess
+
+    command = ".venv/bin/python tests/tools/serve.py --model out/my/hf".split()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True, "bufsize": 1}
+    with subprocess.Popen(command, **pipes) as service:
+        for response in ("94", "142"):
+            row = {"prompt": "94+48=", "response": response, "reward": 0}
+            print(json.dumps(row), file=service.stdin)
+            print(json.loads(service.stdout.readline())["values"])
 """
 
 import os
