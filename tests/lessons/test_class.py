@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import sys
+import types
 from statistics import fmean
 
 import browser
@@ -140,6 +141,23 @@ def test_the_rows_are_held_out_ones_with_their_true_values():
     assert PAGE.read_text().count("http") == 0
 
 
+def test_the_table_of_the_words_is_right():
+    """And what its advantages are with lambda 0 and 1."""
+    section = CLASS.partition("\n## The words")[2].partition("\n## ")[0]
+    lines = re.findall(r"^\| ([A-Za-z ]+) \| ([-\d. |]+) \|$", section, flags=re.M)
+    table = {name: list(map(float, cells.split(" | "))) for name, cells in lines}
+    assert list(table) == ["value", "reward", "TD error", "advantage"]
+    assert table["reward"] == [0, 0, 1]
+
+    row = {"reward": 1}
+    right = {lam: expected(row, table["value"], 1.0, lam) for lam in (0.0, 0.5, 1.0)}
+    for name, numbers in table.items():
+        assert numbers == pytest.approx(right[0.5][name])
+    assert right[0.0]["advantage"] == pytest.approx(table["TD error"])
+    assert right[1.0]["advantage"] == pytest.approx([0.8, 0.5, 0.1])
+    assert "With 1 they are 0.8, 0.5 and 0.1" in SAID
+
+
 @pytest.mark.parametrize(
     ("answer", "token", "gamma", "lam", "words"),
     [
@@ -157,12 +175,12 @@ def test_the_class_is_told_right_advantages(answer, token, gamma, lam, words):
     assert words.format(f"{advantage:.3f}") in SAID
 
 
-def told_right(words, numbers):
+def told_right(words, numbers, abs=0.05):
     """Asserts that the page has these words, with these numbers at {}, or nearly: on another
     machine, training ends a little elsewhere."""
     pattern = re.escape(words).replace(r"\{\}", r"(-?\d\.\d+)")
     shown = re.search(pattern, SAID).groups()
-    assert list(map(float, shown)) == pytest.approx(numbers, abs=0.05), words
+    assert list(map(float, shown)) == pytest.approx(numbers, abs=abs), words
 
 
 @pytest.mark.slow  # three minutes
@@ -222,3 +240,97 @@ def check_values(scored):
     told_right("says {} with a carry and {} without one", [mean(0, carries), mean(0, easy)])
     told_right("{} before the second digit of right", [mean(1, right)])
     told_right("right answers, and {} of wrong ones", [mean(1, wrong)])
+
+
+NANO = ROOT / "tests" / "lessons" / "nano_critic.py"
+SHIFT = "return F.pad(said_BL[:, :-1], (1, 0))"
+ADVANTAGES = 'whiten(batch["advantages"], batch["is_action"])'
+REWARDS = 'batch["rewards"].sum(1, keepdim=True).expand_as(batch["values"])'
+CHANGES = {  # first cell of the page's table -> what nano_critic.py has, and what a student writes
+    "none": (SHIFT, SHIFT),
+    "`LAMBDA = 0.0`": ("LAMBDA = 0.95", "LAMBDA = 0.0"),
+    "`return said_BL`": (SHIFT, "return said_BL"),
+    "without a critic": (ADVANTAGES, f'whiten({REWARDS}, batch["is_action"])'),
+}
+
+
+@pytest.mark.slow  # half a minute each
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_of_nano_does_what_the_class_is_told(change, capsys):
+    """The loss and the reward of the page's table, and the numbers of its reasons."""
+    old, new = CHANGES[change]
+    source = NANO.read_text()
+    assert source.count(old) == 1 and (new == SHIFT or new in SAID)
+    nano = types.ModuleType("nano")
+    nano.__file__ = str(NANO)
+    exec(source.replace(old, new), vars(nano))
+
+    # keeps the rows of each update and their advantages, which main whitens
+    seen = []
+    assign_credit = nano.assign_credit
+
+    def assign_and_keep(rows, critic):
+        assign_credit(rows, critic)
+        seen.append((rows, rows["advantages"]))
+
+    nano.assign_credit = assign_and_keep
+    nano.main()
+    said = capsys.readouterr().out
+
+    cells = re.search(rf"^\| {re.escape(change)} \| (\S+) \| (\S+) \| (\S+)", CLASS, flags=re.M)
+    loss, reward, mean = map(float, cells.groups())
+    [last] = re.findall(r"^critic 20 +loss (\S+)", said, flags=re.M)
+    [end] = re.findall(r"^ppo 15 +reward (\S+)", said, flags=re.M)
+    assert float(last) == pytest.approx(loss, abs=0.008)
+    assert float(end) == pytest.approx(reward, abs=0.1) and mean == pytest.approx(reward, abs=0.1)
+
+    # after the critic's 20 updates come the held-out rows, then PPO's 15 steps
+    held_out, ppo = seen[20], seen[21:]
+    assert len(ppo) == 15
+    if change == "none":
+        told_right("where it was {} and {}. A baseline", firsts(*held_out), abs=0.1)
+        told_right("gives {} and {}.", firsts(*ppo[4])[::-1], abs=0.1)
+        check_noise(ppo)
+    elif change == "`return said_BL`":
+        told_right("it is {} in right answers and {} in wrong ones,", firsts(*held_out), abs=0.1)
+    elif change == "`LAMBDA = 0.0`":
+        rows, _ = ppo[4]
+        told_right("of the first digit is {} and {}, where", firsts(*ppo[4])[::-1], abs=0.1)
+        second = firsts(rows, rows["values"], 7)[::-1]
+        told_right("{} before the second digit of wrong answers, and {} of right", second, abs=0.1)
+
+
+def firsts(rows, x_BL, place=6):
+    """Means at a place, the first digit of the answer, over right answers and over wrong ones."""
+    right_B = rows["rewards"].sum(1) == 1
+    acted_B = rows["is_action"][:, place]
+    return [float(x_BL[which_B & acted_B, place].mean()) for which_B in (right_B, ~right_B)]
+
+
+def noise_of(rows):
+    """(B, L) the noise (1 - p)^2 (G - b)^2 that tokens bring to the actor's gradient, with the mean
+    of all returns as b, and with the critic's values."""
+    mask_BL = rows["is_action"]
+    return_BL = rows["rewards"].sum(1, keepdim=True).expand_as(rows["values"])
+    weight_BL = (1 - rows["log_probs"].exp()).square() * mask_BL
+    baselines = (return_BL[mask_BL].mean(), rows["values"])
+    return [weight_BL * (return_BL - b).square() for b in baselines]
+
+
+def check_noise(ppo):
+    """What the class is told of it, in steps 1 and 10 of PPO."""
+    first, tenth = ppo[0][0], ppo[9][0]
+    mean_BL, _ = noise_of(first)
+    told_right(
+        "In step 1, {} of the [noise]", [float(mean_BL[:, 6].sum() / mean_BL.sum())], abs=0.1
+    )
+    expected, earned = first["values"][:, 6].mean(), first["rewards"].sum(1).mean()
+    told_right("where it expects {} and {} is earned", [float(expected), float(earned)], abs=0.1)
+
+    ratios = []
+    for rows in (first, tenth):
+        mean_BL, critic_BL = noise_of(rows)
+        ratios.append(float(critic_BL.sum() / mean_BL.sum()))
+    assert ratios[0] > 1.2 and ratios[1] < 1
+    told_right("leaves {} times the mean's noise", ratios[:1], abs=0.3)
+    told_right("is earned, and {} times in step 10", ratios[1:], abs=0.2)
