@@ -2,9 +2,8 @@
 
     python tests/forks/evpo.py --rollout-n 4
 
-If they explain less than 0.001 of the returns, advantages are returns minus their mean over all
-actions of the answers to a prompt (--rollout-n 1: of the batch). critic/helps says which of them a
-step has used.
+If they explain less than 0.001, advantages are returns minus their mean over all actions of the
+answers to a prompt (--rollout-n 1: of the batch). critic/helps says which of them a step has used.
 """
 
 from itertools import chain
