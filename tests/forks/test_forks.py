@@ -206,8 +206,8 @@ def test_a_script_that_is_not_there_is_named():
 
 def test_a_fork_needs_no_more_than_60_lines():
     """Otherwise a seam is missing in the scripts."""
-    for file in FORKS.glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 60 or file.name == "fork.py", file
+    for file in {*FORKS.glob("*.py")} - {FORKS / "fork.py", FORKS / "test_forks.py"}:
+        assert len(file.read_text().splitlines()) <= 60, file
 
 
 # ---- Bins, HL-Gauss ------------------------------------------------------------------------------
