@@ -107,6 +107,22 @@ def plain(w, dtype=torch.float32):
     return lm.to(dtype).eval()
 
 
+def same(a, b):
+    """Whether two dicts of tensors are equal, bit for bit."""
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def save_with_corrections(model_config, folder):
+    """Saves a new model of this config, whose routers add corrections that decide much. They are no
+    parameters, but stored with them."""
+    lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
+    corrections = [x for name, x in lm.named_buffers() if "correction" in name]
+    assert corrections
+    for x in corrections:
+        x.normal_(0, 0.5)
+    lm.save_pretrained(folder)
+
+
 def tied(lm):
     """Whether its head is the embedding."""
     return lm.get_output_embeddings().weight is lm.get_input_embeddings().weight

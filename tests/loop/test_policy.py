@@ -1,9 +1,8 @@
 """The actor and the reference: log-probs, loss and step by plain transformers, and checkpoints."""
 
 import dataclasses
-import itertools
-import json
 import math
+from functools import partial
 from unittest import mock
 
 import bpco
@@ -23,6 +22,8 @@ from ppo_helpers import (
     engine_of,
     plain,
     policy,
+    same,
+    save_with_corrections,
     some_prompts,
     tied,
 )
@@ -64,14 +65,9 @@ def test_policy_loss_is_that_of_the_papers(low, high, dual):
     assert (n_clipped, n_cut) == (clipped.sum(), cut.sum())
 
     new_T = torch.tensor([-200.0, 0.0], requires_grad=True)
-    columns = (
-        new_T,
-        new_T.detach().flip(0),
-        torch.tensor([1.0, -1.0]),
-        torch.ones(2).bool(),
-        torch.ones(2),
-    )
-    loss, _, _ = ppo_loop.policy_loss(*columns, low, high, dual)
+    ones_T = torch.ones(2)
+    columns = (new_T.detach().flip(0), torch.tensor([1.0, -1.0]), ones_T > 0, ones_T)
+    loss, _, _ = ppo_loop.policy_loss(new_T, *columns, low, high, dual)
     loss.backward()
     assert loss.isfinite() and new_T.grad.isfinite().all()
 
@@ -93,25 +89,26 @@ ACTORS = [  # model, temperature, fields of ActorConfig
 
 
 def an_actor(kind, temperature, fields, tokens=90):
-    """(a PolicyWorker, a batch that it learns in one step, plain transformers in float64). A field
-    in BANDS makes it the actor of this fork."""
+    """(a PolicyWorker, a batch that it learns in one step, what loss_by_hand says of it, plain
+    transformers in float64). A field in BANDS makes it the actor of this fork."""
     fields = {"ppo_max_token_len_per_gpu": tokens, **fields}
+    bands = {name: fields.pop(name) for name in BANDS.keys() & fields.keys()}
     actor = ppo_loop.DataParallelPPOActor
-    for name in BANDS.keys() & fields.keys():
-        actor = type("Actor", (BANDS[name].Actor,), {"band": fields.pop(name)})
+    for name, band in bands.items():
+        actor = type("Actor", (BANDS[name].Actor,), {"band": band})
     with mock.patch.object(ppo_loop, "DataParallelPPOActor", actor):
         w = policy(kind, temperature, **fields)
-    return w, batch_to_learn(w, seed=1), plain(w, torch.float64)
+    batch = batch_to_learn(w, seed=1)
+    lm = plain(w, torch.float64)
+    return w, batch, partial(loss_by_hand, lm, batch, w.run, **bands), lm
 
 
 @pytest.mark.parametrize("kind, temperature, fields", ACTORS)
 def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temperature, fields):
     """Also those of a reference, which has no optimizer."""
-    w, batch, lm = an_actor(kind, temperature, fields)
+    w, batch, by_hand, _ = an_actor(kind, temperature, fields)
     assert tied(w.model.lm) == (kind in TIED)  # also after sharding
-    bands = {name: fields[name] for name in BANDS.keys() & fields.keys()}
-    fields = {name: x for name, x in fields.items() if name not in BANDS}
-    _, _, expected_T, entropy_T = loss_by_hand(lm, batch, w.run, **bands)
+    _, _, expected_T, entropy_T = by_hand()
     assert entropy_T[batch.response_mask].std() > 0.05  # positions differ
 
     log_probs_T = w.compute_log_probs(batch)
@@ -120,37 +117,21 @@ def test_log_probs_and_entropies_are_those_of_transformers_row_by_row(kind, temp
     for ours, theirs in ((log_probs_T, expected_T), (together_T, expected_T), (ours_T, entropy_T)):
         torch.testing.assert_close(ours.double(), theirs, rtol=1e-5, atol=2e-5)
 
-    reference = policy(kind, temperature, trains=False, **fields)
+    reference = policy(kind, temperature, trains=False)
     assert reference.critic.optimizer is None
     assert not any(p.requires_grad for p in reference.model.parameters())
     assert torch.equal(log_probs_T, reference.compute_log_probs(batch))
-
-
-def test_a_row_that_would_change_the_rotary_angles_of_others_is_refused():
-    """Beyond max_position_embeddings, dynamic NTK rotates all rows of a forward by the longest."""
-    rope = {"rope_type": "dynamic", "factor": 4.0, "rope_theta": 1e4}
-    fields = {"max_position_embeddings": 24, "rope_parameters": rope, "initializer_range": 0.1}
-    w = policy("tiny-llama", override_config=json.dumps(fields))
-    lm = plain(w)
-    logits = lambda n: lm(torch.arange(n)[None]).logits[0, :8]
-    assert (logits(24) - logits(8)).abs().max() < 1e-4 < (logits(25) - logits(8)).abs().max()
-
-    w.compute_log_probs(common.Batch.blank(24))
-    for method in (w.compute_log_probs, w.update_policy):
-        with refused("25 tokens, more than the model's max_position_embeddings, 24"):
-            method(common.Batch.blank(25))
 
 
 @pytest.mark.parametrize("kind, temperature, fields", ACTORS)
 def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     kind, temperature, fields
 ):
-    w, batch, lm = an_actor(kind, temperature, fields)
+    w, batch, by_hand, lm = an_actor(kind, temperature, fields)
     rows = common.describe(batch)
     assert len(w.critic.plan_micro_batches(rows, w.critic.max_tokens).sizes[0]) > 1
     assert common.cost_of(rows) < len(batch.input_ids)
-    bands = {name: fields[name] for name in BANDS.keys() & fields.keys()}
-    loss, sums, _, _ = loss_by_hand(lm, batch, w.run, **bands)
+    loss, sums, _, _ = by_hand()
     loss.backward()
     with captured_gradients(w) as seen:
         metrics = w.update_policy(batch)
@@ -166,7 +147,8 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
     norm = math.sqrt(sum(float(p.grad.square().sum()) for p in lm.parameters()))
     assert metrics["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert metrics["actor/pg_clipfrac"] > 0.05  # some actions are clipped
-    assert bool(bands) == (metrics.get("actor/pg_outside", 0.0) > 0.05)
+    has_band = bool(BANDS.keys() & fields.keys())
+    assert has_band == (metrics.get("actor/pg_outside", 0.0) > 0.05)
     for key, x in sums.items():
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
@@ -174,11 +156,11 @@ def test_a_step_over_several_micro_batches_is_that_of_autograd_in_float64(
 @pytest.mark.parametrize("kind, temperature, fields", [ACTORS[0], ACTORS[4]])
 def test_the_only_step_computes_the_old_log_probs(kind, temperature, fields):
     """Ratios are exactly 1 then, and the gradient is that of log-probs from before the update."""
-    w, batch, _ = an_actor(kind, temperature, fields)
+    w, batch, *_ = an_actor(kind, temperature, fields)
     old_T = w.compute_log_probs(batch)
     gradients, metrics = [], []
     for column in (None, old_T):
-        again, _, _ = an_actor(kind, temperature, fields)
+        again, *_ = an_actor(kind, temperature, fields)
         with captured_gradients(again) as seen:
             metrics.append(again.update_policy(dataclasses.replace(batch, old_log_probs=column)))
         gradients += seen
@@ -194,7 +176,7 @@ def test_the_only_step_computes_the_old_log_probs(kind, temperature, fields):
 
 def test_without_old_log_probs_an_update_is_one_step():
     """Without those of a reference, the KL to it is 0."""
-    w, batch, _ = an_actor("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1))
+    w, batch, *_ = an_actor("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1))
     few = dataclasses.replace(batch, old_log_probs=None, ref_log_probs=None)
     assert w.update_policy(few)["actor/kl_loss"] == 0
     w.update_policy(dataclasses.replace(few, response_mask=~few.response_mask & False))
@@ -211,7 +193,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
 ):
     """In one chunk and one micro-batch, the gradient is the same."""
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 5 * 99)
-    w, batch, _ = an_actor(kind, temperature, fields)
+    w, batch, *_ = an_actor(kind, temperature, fields)
     made, kept = set(), set()
     head = w.model.lm.get_output_embeddings()
     head.register_forward_hook(lambda head, args, out: made.add(tuple(out.shape)))
@@ -225,7 +207,7 @@ def test_the_head_makes_a_chunk_of_logits_at_a_time_and_keeps_none(
     assert kept and not logits
 
     monkeypatch.setattr(ppo_loop, "LOGITS_AT_ONCE", 10**6)
-    whole, _, _ = an_actor(kind, temperature, fields, tokens=10_000)
+    whole, *_ = an_actor(kind, temperature, fields, tokens=10_000)
     assert len(whole.critic.plan_micro_batches(common.describe(batch), 10_000).sizes[0]) == 1
     with captured_gradients(whole) as seen_whole:
         whole.update_policy(batch)
@@ -258,23 +240,6 @@ def test_terms_with_coefficient_0_are_left_out_of_the_graph():
         assert loss.isfinite() == (entropy_coeff == kl_coef == 0)
 
 
-def test_each_epoch_of_each_update_has_its_own_order(monkeypatch):
-    """An order that depends only on seed, update and epoch."""
-    w = policy(ppo_epochs=3, ppo_mini_batch_size=4)
-    seen = []
-    cut = w.critic.mini_batch
-    note = lambda batch, mini: seen.append(mini.row_id.tolist()) or cut(batch, mini)
-    monkeypatch.setattr(w.critic, "mini_batch", note)
-    batch = batch_to_learn(w)
-    for _ in range(2):
-        w.update_policy(batch)
-    orders = [sum(seen[i : i + 3], []) for i in range(0, 18, 3)]
-    keys = itertools.product((0, 1), (0, 1, 2))
-    orders_of = [common.shuffled(batch.groups(), 4, 0, *key) for key in keys]
-    assert orders == [list(itertools.chain(*order)) for order in orders_of]
-    assert len({*map(tuple, orders)}) == 6
-
-
 @pytest.mark.parametrize("kind, sense", [("k1", 0), ("k2", "policy"), ("k3", "reference")])
 def test_what_the_gradient_of_a_kl_loss_is_on_average(kind, sense):
     """Over what the policy draws, in float64, against autograd of both KLs."""
@@ -300,11 +265,6 @@ def state_of(w):
     own = (w.critic.model, w.critic.optimizer, w.own_weights)
     tensors, _, _ = critic_fsdp.checkpoint_tensors(*own)
     return {name: full_tensor(x).clone() for name, x in tensors.items()}
-
-
-def same(a, b):
-    """Whether two dicts of tensors are equal, bit for bit."""
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -436,14 +396,7 @@ def test_transformers_and_the_engine_read_an_export(kind, tmp_path):
 @pytest.mark.parametrize("kind", ["glm4_moe", "nemotron_h", "deepseek_v3"])
 def test_the_correction_of_a_router_reaches_the_engine_and_the_export(kind, tmp_path):
     """It is no parameter, but stored with them, and decides which experts a token gets."""
-    model_config = models.tiny_config(transformers.CONFIG_MAPPING[kind])
-    lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
-    corrections = [x for name, x in lm.named_buffers() if "correction" in name]
-    for x in corrections:
-        x.normal_(0, 0.5)
-    assert corrections
-    lm.save_pretrained(tmp_path)
-
+    save_with_corrections(models.tiny_config(transformers.CONFIG_MAPPING[kind]), tmp_path)
     w = policy(tmp_path, override_config="{}")
     rows = [(prompt, 7 + i, 12) for i, prompt in enumerate(some_prompts())]
     batch = batch_of([prompt for prompt, _, _ in rows], engine_of(w).generate(rows, 1.0))

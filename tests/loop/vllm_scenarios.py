@@ -164,16 +164,10 @@ def weights_are_cast(folder):
 
 def the_correction_of_a_router_arrives(folder):
     """It is no parameter, but decides which experts a token gets."""
-    fields = HEADS | {"vocab_size": 99, "max_position_embeddings": 512}
     model_config = models.tiny_config(transformers.CONFIG_MAPPING["glm4_moe"])
-    for name, x in fields.items():
+    for name, x in (HEADS | {"vocab_size": 99, "max_position_embeddings": 512}).items():
         setattr(model_config, name, x)
-    lm = ppo_loop.policy_class(model_config).from_config(model_config, dtype=torch.float32)
-    for name, x in lm.named_buffers():
-        if "correction" in name:
-            x.normal_(0, 0.5)
-    lm.save_pretrained(folder / "glm")
-
+    tests.save_with_corrections(model_config, folder / "glm")
     w = tests.policy(folder / "glm", override_config="{}")
     rows = rows_of()
     batch = tests.batch_of([prompt for prompt, _, _ in rows], engine_of(w).generate(rows, 1.0))
