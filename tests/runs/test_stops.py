@@ -5,7 +5,6 @@ faults.py has more: signals and crashes at random times, under torchrun, and in 
 step."""
 
 import os
-import pathlib
 import re
 import shutil
 import signal
@@ -16,6 +15,7 @@ import time
 import pytest
 from forked import processes, until
 from helpers import ROOT, run, succeeded, torchrun, worker
+from ppo_scenarios import metrics_of
 
 import common
 
@@ -74,10 +74,14 @@ def saved(out):
 
 def weights(out):
     """The bytes of all weights that a run has exported."""
-    return {
-        str(p.relative_to(out)): p.read_bytes()
-        for p in sorted(pathlib.Path(out).glob("*hf/*.safetensors"))
-    }
+    return {p.relative_to(out): p.read_bytes() for p in out.glob("*hf/*.safetensors")}
+
+
+def assert_goes_on(script, ranks, tmp_path, *flags):
+    """The run in out continues, and ends as one in whole that has never stopped."""
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
+    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
+    assert weights(tmp_path / "out") == weights(tmp_path / "whole") != {}
 
 
 # ---- Ctrl-C --------------------------------------------------------------------------------------
@@ -85,6 +89,7 @@ def weights(out):
 
 @pytest.mark.parametrize("script, what, flags", [
     ("critic_fsdp", "common.read_rows", ()),
+    ("critic_fsdp", "common.describe_rows", ("on two ranks",)),
     ("critic_megatron", "common.init_value_head", ()),
     ("ppo_loop", "common.load_model", ()),
     ("critic_megatron", "common.write_scores", ("--score", ROWS)),
@@ -94,21 +99,16 @@ def weights(out):
 def test_ctrl_c_with_nothing_to_save_ends_in_one_line(script, what, flags, tmp_path):
     """Before the loop, after it, and where there is none."""
     out = tmp_path / "out"
+    start = lambda program: run(sys.executable, program)
+    if "on two ranks" in flags:
+        start, flags = lambda program: torchrun(2, program), ()
     if "--score" in flags:
         worker(model="tiny-qwen2", value_head_init="normal").export_hf(tmp_path / "judge")
         flags += ("--model", tmp_path / "judge")
     program = patched(tmp_path / "run.py", [(what, 1, PRESS)], script, out, "--steps", 1, *flags)
-    process = run(sys.executable, program)
+    process = start(program)
     assert (process.returncode, process.stderr) == (130, LINE), process.stderr
     assert saved(out) == ([1] if "report" in what else [])
-
-
-def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
-    program = patched(
-        tmp_path / "run.py", [("common.describe_rows", 1, PRESS)], "critic_fsdp", tmp_path / "out"
-    )
-    process = torchrun(2, program)
-    assert (process.returncode, process.stderr) == (130, LINE)
 
 
 @pytest.mark.parametrize(
@@ -118,21 +118,16 @@ def test_ctrl_c_before_the_loop_ends_both_ranks_in_one_line(tmp_path):
 def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     """All ranks end at the same step. The run continues from it, and ends as if it had not been
     stopped."""
-    layout = LAYOUT.get(script, ()) if ranks == 2 else ()
-    flags = ("--steps", 3, *layout)
+    out = tmp_path / "out"
+    flags = ("--steps", 3, *(LAYOUT.get(script, ()) if ranks == 2 else ()))
     presses = [("common.describe_update", 2, PRESS)]
-    program = patched(tmp_path / "run.py", presses, script, tmp_path / "out", *flags)
-    process = torchrun(ranks, program)
+    process = torchrun(ranks, patched(tmp_path / "run.py", presses, script, out, *flags))
     assert process.returncode == 130 and process.stderr == "", process.stderr
-    said = f"Ctrl-C     stopped after step 2 of {tmp_path}/out; continue with --resume auto\n"
-    assert (
-        process.stdout.endswith(said)
-        and process.stdout.count("Ctrl-C again ends it at once\n") == 1
-    )
-    assert saved(tmp_path / "out") == [2]
-    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
-    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole")
+    said = f"Ctrl-C     stopped after step 2 of {out}; continue with --resume auto\n"
+    assert process.stdout.endswith(said)
+    assert process.stdout.count("Ctrl-C again ends it at once\n") == 1
+    assert saved(out) == [2]
+    assert_goes_on(script, ranks, tmp_path, *flags)
 
 
 def test_a_closed_terminal_saves_the_state(tmp_path):
@@ -204,27 +199,18 @@ def test_a_run_that_stops_on_four_ranks_goes_on_with_another_number(script, tmp_
     assert torchrun(4, program).returncode == 130 and saved(out) == [2]
     whole = tmp_path / "whole"
     succeeded(torchrun(4, *flags_of(script, whole, *flags, *layout(4))))
-    expected = metrics(whole)
+    numbers = lambda out: {key: x for key, x in metrics_of(out).items() if x is not None}
+    expected = numbers(whole)
 
     for ranks in (2, 3, 8):
         other = shutil.copytree(out, tmp_path / f"on {ranks}")
         more = (*flags, *layout(ranks), "--resume", "auto")
         said = succeeded(torchrun(ranks, *flags_of(script, other, *more)))
         assert f"\nlayout     ranks {ranks} = " in said and saved(other)[-1] == 4, said
-        ours = metrics(other)
-        assert [row["step"] for row in ours] == [row["step"] for row in expected]
-        for row, same in zip(ours, expected, strict=True):
-            assert row.get("critic/lr") == same.get("critic/lr") and row.keys() == same.keys()
-            assert row == pytest.approx(same, rel=2e-4, abs=2e-5), ranks
-
-
-def metrics(out):
-    """The numbers of metrics.jsonl, without those that differ between equal runs."""
-    passing = ("perf/", "time/")
-    return [
-        {name: x for name, x in row.items() if x is not None and not name.startswith(passing)}
-        for row in common.read_lines(f"{out}/metrics.jsonl")
-    ]
+        ours = numbers(other)
+        assert ours == pytest.approx(expected, rel=2e-4, abs=2e-5), ranks
+        for key, x in expected.items():
+            assert key[1] != "critic/lr" or ours[key] == x
 
 
 @pytest.mark.slow
@@ -247,11 +233,8 @@ def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
 ])  # fmt: skip
 def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
     pressed = []
-    before = [
-        signal.signal(signal.SIGINT, lambda *_: pressed.append(1)),
-        signal.getsignal(signal.SIGTERM),
-    ]
-
+    before = signal.signal(signal.SIGINT, lambda *_: pressed.append(1))
+    of_term = signal.getsignal(signal.SIGTERM)
     try:
         common.listen()
         for number in (first, first, second):
@@ -262,10 +245,10 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
         assert bool(pressed) == ends and common.Stop.signal == first
         common.listen_no_more()
         signal.raise_signal(signal.SIGINT)
-        assert len(pressed) == 1 + ends and signal.getsignal(signal.SIGTERM) == before[1]
+        assert len(pressed) == 1 + ends and signal.getsignal(signal.SIGTERM) == of_term
     finally:
         common.listen_no_more()
-        signal.signal(signal.SIGINT, before[0])
+        signal.signal(signal.SIGINT, before)
         common.Stop.signal = 0
 
 
@@ -278,22 +261,13 @@ def test_ctrl_c_under_torchrun(again, tmp_path):
     out, log = tmp_path / "out", tmp_path / "log"
     slowly = [("common.checksum", 1, "time.sleep(60)")] if again else []
     program = patched(tmp_path / "run.py", slowly, "critic_fsdp", out, "--steps", 100000)
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with open(log, "w") as file:
         options = {"env": env, "stdout": file, "stderr": file, "process_group": 0}
-        process = subprocess.Popen([*launcher, program], **options)
-
-    ranks = lambda: [
-        pid for pid, _, words in processes() if str(program) in words and "RANK=" in str(words)
-    ]
+        process = subprocess.Popen([sys.executable, *launcher, program], **options)
+    mine = lambda words: str(program) in words and "RANK=" in str(words)
+    ranks = lambda: [pid for pid, _, words in processes() if mine(words)]
 
     try:
         until(lambda: "step      2/" in log.read_text() or process.poll() is not None, log, 180)
@@ -376,17 +350,13 @@ def test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation(script, 
     crashed."""
     flags = ("--steps", 6, "--eval-every", 2)
     crashes = [("common.describe_update", 6, CRASH)]
-    program = patched(tmp_path / "run.py", crashes, script, tmp_path / "out", *flags)
-    process = torchrun(ranks, program)
-    at_each = f"saving     {tmp_path}/out/checkpoints at each evaluation, the newest is kept;"
-    at_each += " Ctrl-C saves, too\n"
-    assert process.returncode == -9 and at_each in process.stdout, process
-    assert saved(tmp_path / "out") == [4]
-    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "out", *flags, "--resume", "auto")))
-    succeeded(torchrun(ranks, *flags_of(script, tmp_path / "whole", *flags)))
-    assert weights(tmp_path / "out") == weights(tmp_path / "whole") and saved(
-        tmp_path / "whole"
-    ) == [6]
+    out = tmp_path / "out"
+    process = torchrun(ranks, patched(tmp_path / "run.py", crashes, script, out, *flags))
+    at_each = f"saving     {out}/checkpoints at each evaluation, the newest is kept;"
+    assert process.returncode == -9 and f"{at_each} Ctrl-C saves, too\n" in process.stdout, process
+    assert saved(out) == [4]
+    assert_goes_on(script, ranks, tmp_path, *flags)
+    assert saved(tmp_path / "whole") == [6]
 
 
 @pytest.fixture(scope="module")
@@ -422,19 +392,15 @@ def test_a_line_says_what_is_saved(flags, words, tmp_path, capsys):
     common.setup_distributed()
     with common.Checkpoints(str(tmp_path), **{"eval_every": 20, **flags}) as checkpoints:
         checkpoints.begin()
-    assert (
-        f"saving     {tmp_path}/checkpoints {words}; Ctrl-C saves, too\n" == capsys.readouterr().out
-    )
+    said = capsys.readouterr().out
+    assert said == f"saving     {tmp_path}/checkpoints {words}; Ctrl-C saves, too\n"
 
 
 def test_help_has_the_same_words_in_all_scripts():
     """About checkpoints, but for the PPO loop's steps, which are updates of a critic."""
-    texts = set()
+    found = []
     for script in SCRIPTS:
         text = (ROOT / f"{script}.py").read_text().replace("# steps between", "# updates between")
-        of_flags = re.search(r"    # updates between checkpoints .*?\n    async_save", text, re.S)[
-            0
-        ]
-        assert "save_every" in of_flags and "keep" in of_flags
-        texts.add(of_flags)
-    assert len(texts) == 1
+        found += re.findall(r"    # updates between checkpoints .*?\n    async_save", text, re.S)
+    assert len(found) == 3 and len({*found}) == 1
+    assert "save_every" in found[0] and "keep" in found[0]
