@@ -30,10 +30,8 @@ def on_disks_of_their_own(tmp_path_factory):
         folder = tmp_path_factory.mktemp(script)
         (folder / "alone.py").write_text(ALONE)
         few = () if script == "ppo_loop.py" else ("--rollouts", ROWS)
-        begun[script] = (
-            folder,
-            begin(2, (folder / "alone.py", ROOT / script, "--steps=1", *few), cwd=folder),
-        )
+        command = (folder / "alone.py", ROOT / script, "--steps=1", *few)
+        begun[script] = (folder, begin(2, command, cwd=folder))
     return begun
 
 
@@ -85,28 +83,13 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
     """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"
     flags = "--supervised-steps 0 --train-batch-size 16 --save-every 1 --eval-every 0"
-    script = [
-        str(ROOT / "ppo_loop.py"),
-        *flags.split(),
-        "--critic.timeout-minutes",
-        "0.2",
-        "--out-dir",
-        out,
-    ]
-    launcher = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-    ]
+    flags += f" --critic.timeout-minutes 0.2 --out-dir {out}"
+    script = [str(ROOT / "ppo_loop.py"), *flags.split()]
+    launcher = "-m torch.distributed.run --standalone --nproc-per-node 2".split()
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-
     with open(log, "w") as file:
-        process = subprocess.Popen(
-            [*launcher, *script, "--steps", "5000"], env=env, stdout=file, stderr=file
-        )
+        command = [sys.executable, *launcher, *script, "--steps", "5000"]
+        process = subprocess.Popen(command, env=env, stdout=file, stderr=file)
 
     ranks = lambda: {pid: words for pid, _, words in processes() if out in words}
     try:
@@ -119,15 +102,12 @@ def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_pa
         process.kill()  # does nothing if it has ended
 
     said = log.read_text()
-    assert process.returncode and "SIGKILL" in said and "rank      : 1 (local_rank: 1)" in said, (
-        said
-    )
+    assert process.returncode and "SIGKILL" in said, said
+    assert "rank      : 1 (local_rank: 1)" in said, said
     until(lambda: not ranks(), "the end of all ranks", 60)
     step, newest = common.steps_in(f"{out}/checkpoints")[0]
     succeeded(run(sys.executable, *script, "--steps", step + 2, "--resume", newest))
-    steps = [
-        row["step"] for row in common.read_lines(f"{out}/metrics.jsonl") if "reward/mean" in row
-    ]
-
+    rows = common.read_lines(f"{out}/metrics.jsonl")
+    steps = [row["step"] for row in rows if "reward/mean" in row]
     assert steps == list(range(1, step + 3)), steps
     assert common.steps_in(f"{out}/checkpoints")[0][0] == step + 2 and os.path.isdir(f"{out}/hf")
