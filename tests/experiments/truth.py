@@ -64,11 +64,7 @@ class Truth:
 
 def main(truth, flags):
     """Makes the true values that are not there yet, and compares critics with them."""
-    if not truth.policy:
-        judge(truth, ppo_loop.parse(flags))
-        return
-    run, _ = made(truth, flags)
-    judge(truth, run)
+    judge(truth, made(truth, flags)[0] if truth.policy else ppo_loop.parse(flags))
 
 
 def made(truth, flags):
@@ -755,21 +751,16 @@ def judge(truth, run):
 
     told = {name: with_errors(table, guess) for name, guess in found.items()}
     tell(table, told)
-    places = {}
-    for place, chosen in places_of(table).items():
-        mine = {name: with_errors(table, found[name], chosen) for name in truth.critic}
-        places[place] = {"states": int(chosen.sum()), "spread": spread_of(table, chosen)} | mine
-    tell_places(places, truth.critic)
+    for name in truth.critic:
+        tell_places(table, name, found[name])
 
     # earlier critics of the same true values stay
     result = truth.out_dir / "truth.json"
     there = json.loads(result.read_text()) if result.exists() else {}
     if there.get("states") != len(table.truth):
-        there = {}
-    there.setdefault("guesses", {}).update(told)
-    for place, mine in places.items():
-        there.setdefault("places", {}).setdefault(place, {}).update(mine)
-    common.write_json(result, there | {"states": len(table.truth)} | known_of(table))
+        there = {"guesses": {}}
+    states = {"states": len(table.truth)} | known_of(table)
+    common.write_json(result, states | {"guesses": there["guesses"] | told})
     if report:
         common.write_report(str(truth.out_dir), *report)
 
@@ -828,14 +819,15 @@ def tell(table, told):
         print(f"| {name} | {' | '.join(cells)} |")
 
 
-def tell_places(places, critics):
-    """Prints a table of each critic, by place."""
+def tell_places(table, name, guess):
+    """Prints the table of a critic, by place."""
     columns = ("explained", "correlation", "bias", "samples")
-    for name in critics:
-        print(f"\n{name}\n| place | actions | spread | {' | '.join(columns)} |\n{'|---' * 7}|")
-        for place, mine in places.items():
-            cells = [told_number(mine[name].get(column)) for column in columns]
-            print(f"| {place} | {mine['states']} | {mine['spread']:.3f} | {' | '.join(cells)} |")
+    print(f"\n{name}\n| place | actions | spread | {' | '.join(columns)} |\n{'|---' * 7}|")
+    for place, chosen in places_of(table).items():
+        told = with_errors(table, guess, chosen)
+        cells = [told_number(told.get(column)) for column in columns]
+        spread = f"{spread_of(table, chosen):.3f}"
+        print(f"| {place} | {chosen.sum()} | {spread} | {' | '.join(cells)} |")
 
 
 def start():
