@@ -143,6 +143,16 @@ LAYOUTS = {  # ranks -> model -> layouts, for fields_of
     },
 }
 
+CASES = {  # name -> rows, and the budget of a micro-batch; None: the smallest
+    "smallest budget": ("ragged", None),
+    "one micro-batch": ("ragged", 1000),
+    "rows on rank 0": ("ragged", 64),
+    "fewer rows than ranks": ("two rows", 64),
+    "shared": ("equal prompts", 64),
+    "segments": ("segments", 64),
+    **{mode: ("ragged", 64) for mode in MODES[1:]},
+    "budget 64": ("ragged", 64),
+}
 MORE = {  # cases in addition to "budget 64" that could go wrong on a layout
     (1, "qwen2", "padded"): ("smallest budget", *MODES[1:]),
     (2, "qwen2", "dp"): ("rows on rank 0", "fewer rows than ranks"),
@@ -158,11 +168,10 @@ def fields_of(layout):
     """Config fields of a layout, e.g. "tp2 padded"."""
     fields = {}
     for word in layout.split():
-        fields |= (
-            OPTIONS[word]
-            if word in OPTIONS
-            else {f"{SIZES[word[:-1]]}_parallel_size": int(word[-1])}
-        )
+        if word in OPTIONS:
+            fields |= OPTIONS[word]
+        else:
+            fields[f"{SIZES[word[:-1]]}_parallel_size"] = int(word[-1])
     return fields
 
 
@@ -185,9 +194,6 @@ def results_of(model, layout, folder):
 
     seen = noted_gradients(worker)
     smallest = cm.check_budget(config, ROWS["ragged"].longest[0], "the longest row")
-    other_rows = {name: name for name in ROWS}
-    other_rows |= {"shared": "equal prompts", "fewer rows than ranks": "two rows"}
-    other_budgets = {"one micro-batch": 1000, "smallest budget": smallest}
     results = {}
 
     # dense, mixtures, and windows
@@ -196,11 +202,11 @@ def results_of(model, layout, folder):
     if model == "qwen2":
         shared = ("shared", "segments")
     for case in (*MORE.get((WORLD_SIZE, model, layout), ()), *shared, "budget 64"):
-        rows, budget = other_rows.get(case, "ragged"), other_budgets.get(case, 64)
+        rows, budget = CASES[case]
         mode = case if case in MODES else "token-mean"
         changes = {
             "loss_agg_mode": mode,
-            "ppo_max_token_len_per_gpu": budget,
+            "ppo_max_token_len_per_gpu": budget or smallest,
             "response_length_limit": 50 if mode == MODES[-1] else None,
         }
         worker.config = critic.config = dataclasses.replace(config, **changes)
@@ -237,9 +243,8 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     scale = min(1.0, float(clip / (norm + 1e-6)))
     out = {}
     for n, g in gradients.items():
-        out[n] = weights[n].double() * (1 - lr * weight_decay) - lr * g * scale / (
-            (g * scale).abs() + eps
-        )
+        up = g * scale / ((g * scale).abs() + eps)
+        out[n] = weights[n].double() * (1 - lr * weight_decay) - lr * up
     return out
 
 
@@ -267,20 +272,15 @@ def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
         # where the gradient is almost 0, AdamW divides rounding errors by each other
         norm = torch.stack([g.norm() for g in gradients.values()]).norm()
         sizeable = {n: g.abs() > 1e-5 * norm for n, g in gradients.items()}
-        error_of_step = {
-            n: (after[n] - x).abs() * sizeable.get(n, True) for n, x in expected.items()
-        }
-        step = max(float(x.max()) for x in error_of_step.values())
+        errors = [(after[n] - x).abs() * sizeable.get(n, True) for n, x in expected.items()]
+        step = max(float(x.max()) for x in errors)
         assert step < 1e-6, (model, layout, step)
-        assert sum(int(x.sum()) for x in sizeable.values()) > 0.7 * sum(
-            x.numel() for x in sizeable.values()
-        )
+        assert torch.cat([x.flatten() for x in sizeable.values()]).float().mean() > 0.7
         print(f"{model:10s} {layout:25s} {error:8.1e} {step:8.1e}")
 
 
 def weights_of(folder):
     """All stored weights under the critic's names, with all experts of a layer in one tensor."""
     state = transformers.AutoModel.from_pretrained(folder, dtype=torch.float32).state_dict()
-    return {f"model.{n}": x for n, x in state.items()} | load_file(
-        folder / "value_head.safetensors"
-    )
+    head = load_file(folder / "value_head.safetensors")
+    return {f"model.{n}": x for n, x in state.items()} | head
