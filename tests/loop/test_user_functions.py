@@ -2,7 +2,6 @@
 
 import collections
 import dataclasses
-import json
 import math
 import os
 import re
@@ -19,6 +18,7 @@ import pytest
 import rewards
 import torch
 from helpers import ROOT, refused, run, succeeded
+from ppo_helpers import TOKENIZER, a_run, a_task
 
 import common
 import ppo_loop
@@ -51,6 +51,9 @@ def meets(prompt, response, answer):
     while len(os.listdir(os.path.dirname(prompt))) < 8:
         time.sleep(0.01)
     return 8
+
+def together(rows, prompt):
+    return [f"{x} of {len(rows)}" for x in prompt]
 """
 
 
@@ -108,9 +111,11 @@ def test_a_signal_interrupts_a_users_function(ask, monkeypatch):
 
 
 def test_rows_run_at_once_in_processes_and_built_in_rewards_here(ask, tmp_path, monkeypatch):
-    """Eight rows that wait for each other run at once, on any number of cores."""
+    """Eight rows that wait for each other run at once, on any number of cores. A function of lists
+    gets all of them."""
     (tmp_path / "here").mkdir()
     assert ask("meets", [f"{tmp_path}/here/{n}" for n in range(8)]) == [(8, "")] * 8
+    assert ask("together", ["a", "b"]) == [("a of 2", ""), ("b of 2", "")]
     replies = [Reply(Prompt([1], f"{i}"), i) for i in range(8)]
     monkeypatch.setitem(ppo_loop.REWARDS, "thread", lambda *_: threading.current_thread().name)
     assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
@@ -145,23 +150,14 @@ def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeyp
 
 
 FORKS = """
-import asyncio, ctypes, os, signal, sys, threading, time
+import asyncio, ctypes, os, threading, time
 
-ENDS = {"returns": lambda: 7, "raises": lambda: {}["x"],
-        "is killed": lambda: os.kill(os.getpid(), signal.SIGKILL)}
-
-def forks(prompt, response, answer, fork=os.fork):
-    child = fork()
-    if child == 0:
-        return ENDS[answer]()
-    return 100 * int(prompt) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-def forks_in_c(prompt, response, answer):
-    return forks(prompt, response, answer, ctypes.PyDLL(None).fork)
-
-async def forks_later(prompt, response, answer):
+async def forks(prompt, response, answer):
     await asyncio.sleep(0)
-    return forks(prompt, response, answer)
+    child = ctypes.PyDLL(None).fork()  # which Python does not see
+    if child == 0:
+        return {}[answer]
+    return 100 * int(prompt) + os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 def dies(prompt, response, answer):
     if os.fork() == 0:
@@ -174,18 +170,12 @@ def dies_later(prompt, response, answer):
 """
 
 
-ENDINGS = {"returns": 0, "raises": 1, "is killed": -9}
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("name, end", [
-    *(("forks", end) for end in ENDINGS),
-    ("forks_in_c", "raises"), ("forks_later", "returns"),
-])  # fmt: skip
-def test_a_child_that_a_function_forks_answers_no_row(name, end, ask):
-    """However it ends: every row gets its own answer, and the function sees how its child ended."""
-    answers = ask(name, [f"{n}" for n in range(24)], end, text=FORKS)
-    assert answers == [(100.0 * n + ENDINGS[end], "") for n in range(24)]
+def test_a_child_that_a_function_forks_answers_no_row(ask):
+    """Every row gets its own answer, and the function sees that its child has failed. faults.py has
+    a run whose reward forks children that end in other ways."""
+    answers = ask("forks", [f"{n}" for n in range(24)], "x", text=FORKS)
+    assert answers == [(100.0 * n + 1, "") for n in range(24)]
 
 
 @pytest.mark.slow
@@ -381,65 +371,42 @@ def test_a_function_gets_what_it_names():
     assert send(lambda rows, answer: 1.0) == ([], {"rows": [{"n": 1}] * 2, "answer": ["a"] * 2}, 2)
 
 
-SIGNATURES = """
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def of_verl(data_source, solution_str, ground_truth, extra_info=None):
     return f"{data_source} {solution_str} {ground_truth} {extra_info}"
 
-def reward_func(queries, prompts, labels, **more):
+
+def of_openrlhf(queries, prompts, labels, **more):
     said = [f"{q} {p} {x} {more}" for q, p, x in zip(queries, prompts, labels)]
     return {"rewards": said, "scores": [1.0, 0.0], "extra_logs": {"length": [1.0, 2.0]}}
 
-async def accuracy(prompts, completions, solution, log_extra=None, **more):
+
+def of_trl(prompts, completions, solution, log_extra=None, **more):
     rows = zip(prompts, completions, solution, more["method"], more["completion_ids"])
-    return [f"{x} {log_extra} {sorted(more)}" for x in rows]
+    return [f"{row} {log_extra} {len(more)}" for row in rows]
+
 
 def judge(rows, response, k=3):
     return [f"{x['method']} {y} {len(rows)} {k}" for x, y in zip(rows, response)]
 
-def mine(question, reply, gold, turns):
-    return f"{question} {reply} {gold} {turns}"
 
-def few(rows):
-    return [1.0]
-"""
-
-ADAPTED = """
-import mine
-from tests.loop.rewards import openrlhf, trl, verl
-
-compute_score = verl(mine.compute_score)
-reward_func = openrlhf(mine.reward_func)
-accuracy = trl(mine.accuracy)
-"""
-SAID = [{"role": "assistant", "content": "r"}, {"role": "user", "content": "o"}]
 CHAT = [{"role": "user", "content": "hi"}]
-LISTS = ", lists over rows"
-MORE = "['completion_ids', 'data_source', 'extra_info', 'method', 'prompt', 'reward_model']"
-MEANT = {  # function -> (what the start says, its results for a row of text and one of a chat)
-    "compute_score": ("(response, answer, row)", ["d r 4 {'i': 1}", "e r gold None"]),
-    "reward_func": (f"(rows, prompt, response, answer){LISTS}", ["pr p None {}", "hir hi gold {}"]),
-    "accuracy": (
-        f"(rows, prompt, messages, response, turns, tokens){LISTS}",
-        [
-            f"('p', 'r', 's', 'm', [7]) None {MORE}",
-            f"({CHAT}, {SAID}, None, 'n', [8, 9]) None {MORE}",
-        ],
-    ),
-    "judge": (f"(rows, response){LISTS}", ["m r 2 3", "n r 2 3"]),
-    "mine": (
-        "(turns, question=prompt, reply=response, gold=answer)",
-        ["p r None ['r', 'o']", "hi r gold ['r', 'o']"],
-    ),
-    "few": (f"(rows){LISTS}", ["ValueError: 1 results for 2 rows"] * 2),
+SAID = [{"role": "assistant", "content": "r"}, {"role": "user", "content": "o"}]
+# a function -> its results for a row of text and one of a chat
+MEANT = {
+    rewards.verl(of_verl): ["d r 4 {'i': 1}", "e r gold None"],
+    rewards.openrlhf(of_openrlhf): ["pr p None {}", "hir hi gold {}"],
+    rewards.trl(of_trl): [
+        "('p', 'r', 's', 'm', [7]) None 6",
+        f"({CHAT}, {SAID}, None, 'n', [8, 9]) None 6",
+    ],
+    judge: ["m r 2 3", "n r 2 3"],
+    lambda rows: [1.0]: ["ValueError: 1 results for 2 rows"] * 2,
 }
 
 
-def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
-    ask, tmp_path, capsys, monkeypatch
-):
-    """The start prints what each parameter gets. Functions of other tools need an adapter, in a
-    file of their own."""
-    monkeypatch.setattr(ppo_loop, "CALLS", 1)
+@pytest.mark.parametrize("function", MEANT)
+def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(function):
+    """Those of other tools need an adapter."""
     rows = [{"prompt": "p", "data_source": "d", "extra_info": {"i": 1}, "method": "m"}]
     rows += [{"prompt": CHAT, "data_source": "e", "method": "n"}]
     rows[0] |= {"solution": "s", "completion_ids": "?", "reward_model": {"ground_truth": "4"}}
@@ -447,23 +414,16 @@ def test_functions_of_other_tools_and_of_many_rows_get_what_they_mean(
     replies = [Reply(prompt, 0, text="r", turns=["r", "o"]) for prompt in prompts]
     for reply, ids in zip(replies, ([7], [8, 9])):
         reply.ids += ids
-
-    (tmp_path / "mine.py").write_text(SIGNATURES)
-    (tmp_path / "adapted.py").write_text(ADAPTED)
-    for name, (words, results) in MEANT.items():
-        file = "adapted" if f"{name} = " in ADAPTED else "mine"
-        function = ppo_loop.load_function(f"{tmp_path}/{file}.py:{name}", "--reward", 20.0)
-        assert capsys.readouterr().out == f"calls      --reward {name}{words}\n"
-        assert [fault or made for made, fault in ppo_loop.ask_all(function, replies)] == results
+    answers = ppo_loop.ask_all(function, replies)
+    assert [fault or made for made, fault in answers] == MEANT[function]
 
 
-def test_a_function_of_another_tool_without_an_adapter_is_refused(tmp_path):
+def test_a_function_of_another_tool_without_an_adapter_is_refused():
     """It would get the prompt as its data_source, or texts where it expects lists."""
-    (tmp_path / "other_tools.py").write_text(SIGNATURES)
-    for name in ("compute_score", "reward_func", "accuracy"):
-        words = f"--reward {tmp_path}/other_tools.py:{name}: ValueError: made for verl, OpenRLHF or"
-        with refused(words, end="see the adapters in tests/loop/rewards.py"):
-            ppo_loop.load_function(f"{tmp_path}/other_tools.py:{name}", "--reward", 0.0)
+    for function in (of_verl, of_openrlhf, of_trl):
+        words = "made for verl, OpenRLHF or TRL: see the adapters in tests/loop/rewards.py"
+        with refused(words, kind=ValueError):
+            ppo_loop.plan_of(function)
 
 
 FOR_VERL = """
@@ -498,9 +458,9 @@ class Points(float):
 def score(prompt, response, answer):
     return Points(1 / int(prompt))
 
-async def later(prompt, response, answer):
+async def later(rows, question, response, gold):
     await asyncio.sleep(0)
-    return {"score": os.getpid()}
+    return [{"score": os.getpid()}] * len(question)
 
 def stops(prompt, response, answer):
     breakpoint()
@@ -508,14 +468,19 @@ def stops(prompt, response, answer):
 """
 
 
-def test_without_a_time_limit_a_function_runs_in_this_process(tmp_path):
+def test_without_a_time_limit_a_function_runs_in_this_process(tmp_path, capsys):
+    """The start prints what each parameter gets."""
     (tmp_path / "in_here.py").write_text(HERE)
     load = lambda name: ppo_loop.load_function(f"{tmp_path}/in_here.py:{name}", "--reward", 0.0)
     replies = [Reply(Prompt([1], text), 0) for text in "20"]
     half, fails = ppo_loop.ask_all(load("score"), replies)
     assert half == (0.5, "") and type(half[0]) is float
     assert fails == (None, "ZeroDivisionError: division by zero at in_here.py:9 in score")
-    assert ppo_loop.ask_all(load("later"), replies[:1]) == [({"score": os.getpid()}, "")]
+    assert ppo_loop.ask_all(load("later"), replies) == [({"score": os.getpid()}, "")] * 2
+    one, all_rows = capsys.readouterr().out.splitlines()
+    assert one == "calls      --reward score(prompt, response, answer)"
+    gets = "rows, response, question=prompt, gold=answer"
+    assert all_rows == f"calls      --reward later({gets}), lists over rows"
     wrong = f"TypeError: {math.pi} is not a callable object"
     with refused(f"--reward {tmp_path}/in_here.py:pi: {wrong}"):
         load("pi")
@@ -532,75 +497,49 @@ def test_breakpoint_works_without_a_time_limit(tmp_path):
     assert said.returncode == 2
 
 
-TRIED = """
-import os
-
-def notes(prompt, response, answer, turns, truncated, tokens):
-    with open(os.path.dirname(__file__) + "/notes", "a") as file:
-        print(prompt, response, answer, turns, truncated, len(tokens), file=file)
-    return 0.5
-
-def fails(prompt, response, answer):
-    return {}["key"]
-
-def some_fail(prompt, response, answer):
-    return {}["key"] if prompt == "1+3=" else 1
-
-def text(prompt, response, answer):
-    return "more"
-
-def per_turn(turns):
-    return [1.0 for turn in turns]
-"""
+def tried(reward, observe=None):
+    """Tries these functions with prompts of which some are there twice."""
+    answers = {3: "4", 4: 5, 5: "6", 6: "7", 7: "8"}
+    prompts = [Prompt([1], f"1+{i}=", answers[i]) for i in (3, 3, 4, 3, 5, 6, 7)]
+    run = a_run(reward="mine.py:f", environment=observe and "mine.py:g")
+    task = a_task(prompts=prompts, tokenizer=TOKENIZER, reward=reward, observe=observe)
+    ppo_loop.try_functions(run, task)
 
 
-@pytest.fixture
-def tried(tmp_path):
-    """set_up with these functions of TRIED, on a file of prompts, some of which are there twice."""
-    (tmp_path / "tried.py").write_text(TRIED)
-    rows = [{"prompt": f"1+{i}=", "answer": str(1 + i)} for i in (3, 3, 4, 3, 5, 6, 7)]
-    rows[2]["answer"] = 5
-    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-
-    def go(reward, environment=""):
-        flags = ["--prompts", f"{tmp_path}/rows.jsonl", "--reward", f"{tmp_path}/tried.py:{reward}"]
-        if environment:
-            flags += ["--environment", f"{tmp_path}/tried.py:{environment}"]
-        ppo_loop.set_up(ppo_loop.parse(flags))
-
-    return go
-
-
-def test_the_users_functions_are_tried_with_the_first_prompts(tried, tmp_path):
+def test_the_users_functions_are_tried_with_the_first_prompts(tmp_path):
     """With the right answer as the response, if it is text."""
-    tried("notes")
+    heard = []
+    tried(lambda *row, turns, truncated, tokens: heard.append((*row, turns, len(tokens))) or 0.5)
     rows = [("1+3=", "4"), ("1+4=", 5), ("1+5=", "6"), ("1+6=", "7")]
     said = [answer if isinstance(answer, str) else "" for _, answer in rows]
-    expected = [f"{p} {r} {a} {[r]} False {len(r)}" for (p, a), r in zip(rows, said)]
-    assert sorted((tmp_path / "notes").read_text().splitlines()) == expected
+    assert heard == [(p, r, a, [r], len(r)) for (p, a), r in zip(rows, said)]
+
+    # at the start of each run
+    (tmp_path / "mine.py").write_text("def f(row): return {}[0]")
+    flags = f"--reward {tmp_path}/mine.py:f --reward-timeout 0"
+    with refused("failed for 4 of the first 4 prompts", end="KeyError: 0 at mine.py:1 in f"):
+        ppo_loop.set_up(ppo_loop.parse(flags.split()))
 
 
-def test_some_trial_calls_may_fail(tried, tmp_path, capsys):
-    tried("per_turn", "text")
-    assert "failed" not in capsys.readouterr().out
-    tried("some_fail")
+def test_some_trial_calls_may_fail(capsys):
+    tried(lambda turns: [1.0 for _ in turns], lambda turns: "more")
+    assert capsys.readouterr().out == ""
+    tried(lambda prompt: {}["key"] if prompt == "1+3=" else 1)
     words = "failed for 1 of the first 4 prompts, with their answers as responses, which is fine if"
-    words += " some rows may"
-    fault = "KeyError: 'key' at tried.py:13 in some_fail"
-    assert f"--reward {tmp_path}/tried.py:some_fail: {words}: {fault}\n" in capsys.readouterr().out
+    said = f"--reward mine.py:f: {words} some rows may: KeyError: 'key' at test_user_functions.py:"
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("functions, words", [
-    (["fails"], "KeyError: 'key' at tried.py:10 in fails"),
-    (["text"], "a reward must be a finite number, or a list of them, not 'more'"),
-    (["per_turn", "notes"],
+    ([lambda answer: "more"], "a reward must be a finite number, or a list of them, not 'more'"),
+    ([lambda answer: 0.5, lambda answer: 0.5],
      "an environment must return text, a message, a new context or None, or (one of these,"
-    " a reward), not 0.5"),
+     " a reward), not 0.5"),
 ])  # fmt: skip
-def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words, tried, tmp_path):
-    flag = "--environment" if len(functions) == 2 else "--reward"
+def test_a_function_that_fails_on_all_trial_calls_ends_the_run(functions, words):
+    flag = "--environment mine.py:g" if len(functions) == 2 else "--reward mine.py:f"
     failed = "failed for 4 of the first 4 prompts, with their answers as responses"
-    with refused(f"{flag} {tmp_path}/tried.py:{functions[-1]}: {failed}: {words}"):
+    with refused(f"{flag}: {failed}: {words}"):
         tried(*functions)
 
 
