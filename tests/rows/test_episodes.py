@@ -5,22 +5,11 @@ test_megatron_layouts.py, whose references of segments are those of the whole ro
 import dataclasses
 import itertools
 import math
-import re
-import shutil
 
 import helpers
 import pytest
 import torch
-from helpers import (
-    cut_into_segments,
-    parts_of,
-    random_batch,
-    rows_after,
-    rows_of,
-    spans_of,
-    succeeded,
-    torchrun,
-)
+from helpers import cut_into_segments, parts_of, random_batch, rows_after, rows_of, spans_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from reference import gae_by_hand
@@ -28,7 +17,6 @@ from reference import gae_by_hand
 import common
 import critic_fsdp
 import critic_megatron
-import ppo_loop
 
 SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
 
@@ -240,38 +228,3 @@ def test_what_segments_with_images_share_is_not_counted():
     told = common.describe(rows)
     assert told.shared.tolist()[1] == 0
     assert [same.tolist() for same in common.by_prompt(told)] == [[0, 1], [2]]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py"])
-def test_a_run_on_a_file_of_episodes_is_the_same_on_two_ranks_and_after_a_kill(script, tmp_path):
-    """Segments of an episode stand apart in the file. Steps are of whole episodes, in mini-batches
-    of rows; after kill -9 behind a checkpoint the run ends with the same bits."""
-    rows = tmp_path / "rows.jsonl"
-    ppo_loop.write_jsonl(cut_into_segments(random_batch(24, idle=False)), rows)
-    common.replace_lines(rows, sorted(common.read_lines(rows), key=lambda row: row["segment"]))
-
-    flags = f"{script} --rollouts {rows} --train-batch-size 30 --ppo-mini-batch-size 16 --steps 4"
-    flags = [*flags.split(), *"--save-every 1 --eval-every 4 --lam 0.9".split()]
-    one = succeeded(torchrun(1, *flags, "--out-dir", tmp_path / "one"))
-    assert re.search(r"rows       \d+ of 24 episodes of", one)
-    succeeded(torchrun(2, *flags, "--out-dir", tmp_path / "two"))
-    ours, theirs = (common.read_lines(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
-    assert len(ours) == len(theirs) == 4
-    for line, of_two in zip(ours, theirs):
-        for name in ("critic/vf_loss", "critic/grad_norm", "critic/returns_mean"):
-            if name in line:
-                assert of_two[name] == pytest.approx(line[name], rel=2e-5), name
-
-    # as a kill leaves it: what came behind the second step is gone
-    cut = tmp_path / "cut"
-    shutil.copytree(tmp_path / "one", cut)
-    for step in (3, 4):
-        shutil.rmtree(cut / "checkpoints" / f"step_{step}")
-    succeeded(torchrun(1, *flags, "--out-dir", cut, "--resume", "auto"))
-    again = common.read_lines(cut / "metrics.jsonl")
-    for line, later in zip(ours, again, strict=True):
-        kept = {name: x for name, x in line.items() if not name.startswith("perf/")}
-        assert kept == {name: later[name] for name in kept}
-    for file in (tmp_path / "one" / "hf").glob("*.safetensors"):
-        assert file.read_bytes() == (cut / "hf" / file.name).read_bytes()
