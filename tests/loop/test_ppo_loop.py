@@ -20,7 +20,7 @@ import common
 import critic_fsdp
 import ppo_loop
 from common import UserError
-from ppo_loop import ActorConfig, Prompt, Reply
+from ppo_loop import ActorConfig
 
 
 def test_a_resumed_run_continues_where_it_stopped(tmp_path):
@@ -213,27 +213,6 @@ def test_a_run_whose_judge_is_down_saves_its_state_and_goes_on(whole_run, tmp_pa
     shutil.move(tmp_path / "out", tmp_path / "first")
     whole_run(flags)
     assert metrics_of(tmp_path / "out") == resumed and max(step for step, _ in resumed) == 4
-
-
-def test_a_reply_without_a_reward_teaches_nothing():
-    """The actor's update is that of the others alone."""
-    replies = []
-    for i in range(4):
-        acted = {"ids": [7 + i, 8], "log_probs": [-1.0, -2.0]}
-        replies.append(Reply(Prompt([5, 6], "", i), i, **acted))
-    replies[1].fault = "died"
-    replies[2].fault = "died"
-    whole = ppo_loop.to_batch(replies)
-    few = ppo_loop.to_batch([replies[0], replies[3]])
-    assert whole.actions.tolist() == [2, 0, 0, 2] and few.actions.tolist() == [2, 2]
-
-    updates = []
-    for batch in (whole, few):
-        batch.old_log_probs = batch.rollout_log_probs
-        batch.advantages = batch.response_mask.float() * 2
-        metrics = policy().update_policy(batch)
-        updates.append({name: x for name, x in metrics.items() if name.startswith("actor/")})
-    assert updates[0] == pytest.approx(updates[1], rel=1e-6) and updates[0]["actor/grad_norm"] > 0
 
 
 def test_every_phase_of_a_step_is_timed(whole_run, tmp_path):
