@@ -203,11 +203,6 @@ def compacts(prompt, response, answer, turns):
     return (new, f"+{len(said)}=", new, None)[kind], len(said) / 16
 
 
-def notes_lengths(prompt, response, answer, turns):
-    """An environment of a chat: up to two notes, and a turn earns its length."""
-    return (f"{len(turns[-1])}+1=" if len(turns) < 5 else None), len(turns[-1]) / 16
-
-
 def forks(prompt, response, answer):
     """right_digits, after forking a child that returns, raises, exits, is killed or lives on."""
     kind = zlib.crc32((prompt + response).encode()) % 6

@@ -617,8 +617,8 @@ def golden_runs_agree(folder):
 
 def episodes(folder):
     """An environment gives new contexts: engine and actor agree on the log-probs of all rows."""
-    ppo_scenarios.episodes(folder, "contexts", *VLLM)
-    ppo_scenarios.check_episodes(folder / "contexts on 1", "contexts")
+    ppo_scenarios.episodes(folder, *VLLM)
+    ppo_scenarios.check_episodes(folder / "episodes on 1")
 
 
 def goes_on(folder):
