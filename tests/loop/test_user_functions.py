@@ -197,32 +197,6 @@ def test_a_process_that_dies_between_two_rows_fails_none(status, ask):
         time.sleep(2)
 
 
-STARTS = """
-import multiprocessing, subprocess, sys
-
-def pool(response):
-    with multiprocessing.Pool(2) as pool:  # whose end is a SIGTERM
-        return sum(pool.map(len, [response] * 3))
-
-def process(response):
-    child = multiprocessing.Process(target=sys.exit, args=[len(response) + 2])
-    child.start()
-    child.join()
-    return child.exitcode
-
-def program(response):
-    return subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name, made", [("pool", 3.0), ("process", 3.0), ("program", "3\n")])
-def test_a_function_starts_processes_as_anywhere_else(name, made, ask, monkeypatch):
-    """By Python's own start method, and they end by its own signal."""
-    monkeypatch.setattr(ppo_loop, "CALLS", 2)
-    assert ask(name, ["a", "b"], text=STARTS) == [(made, "")] * 2
-
-
 PROGRAM = """
 import os, subprocess, time
 
@@ -257,7 +231,7 @@ def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask
 
 
 MODULE = """
-import multiprocessing, pickle, sys
+import multiprocessing, pickle, subprocess, sys
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from common import double
@@ -271,11 +245,19 @@ def slow_imports(number):
 
 def uses(prompt, response, answer):
     number = pickle.loads(pickle.dumps(Number(int(prompt))))
-
     for method in ("fork", "spawn"):
         with ProcessPoolExecutor(1, multiprocessing.get_context(method)) as pool:
             assert list(pool.map(slow_imports, [number])) == [(number.value, set())], method
     return double(number.value)
+
+def starts(response):
+    with multiprocessing.Pool(2) as pool:  # whose end is a SIGTERM
+        assert pool.map(len, [response] * 3) == [1] * 3
+    child = multiprocessing.Process(target=sys.exit, args=[3])
+    child.start()
+    child.join()
+    assert child.exitcode == 3
+    return subprocess.run([sys.executable, "-c", "print(3)"], capture_output=True, text=True).stdout
 """
 
 
@@ -290,9 +272,11 @@ def test_processes_that_are_still_being_started_end_in_silence(ask, capfd):
 
 
 def test_a_users_file_is_a_module_whose_classes_reach_other_processes(ask, tmp_path):
-    """Its neighbours come before the script's own common.py. Spawned processes import no torch."""
+    """Its neighbours come before the script's own common.py. Spawned processes import no torch.
+    Others start by Python's own method, and end by its own signal."""
     (tmp_path / "common.py").write_text("def double(x):\n    return 2 * x\n")
     assert ask("uses", ["5", "6"], seconds=60.0, text=MODULE) == [(10.0, ""), (12.0, "")]
+    assert ask("starts", ["a", "b"], seconds=60.0, text=MODULE) == [("3\n", "")] * 2
 
 
 def test_a_users_file_does_not_replace_another_module(tmp_path):
