@@ -6,6 +6,7 @@ cheapest ones, until BUDGET is full; the rest is marked `slow`. A test that is n
 is cheap or new, and runs.
 
     python -m pytest -q tests -m "" --seconds     runs all, and writes seconds.json (at night)
+    python -m pytest -q FILE -m "" --seconds      the same for the tests of a file
     python tests/ring.py                          what is chosen, and what it takes
 """
 
@@ -52,10 +53,10 @@ def machine_seconds():
 
 @functools.cache
 def known():
-    """What seconds.json says: {"cheap": seconds of all tests that are not in it, "tests": {id:
-    [seconds, names of scenarios that it waits for]}, "scenarios": {name: seconds}}."""
+    """What seconds.json says: {"cheap": {file: seconds of its tests that are not in it}, "tests":
+    {id: [seconds, names of scenarios that it waits for]}, "scenarios": {name: seconds}}."""
     if not FILE.exists():
-        return {"cheap": 0.0, "tests": {}, "scenarios": {}}
+        return {"cheap": {}, "tests": {}, "scenarios": {}}
     return json.loads(FILE.read_text())
 
 
@@ -63,7 +64,7 @@ def choose(found, must=None, budget=BUDGET):
     """The tests of seconds.json that run by default -> (their ids, CPU seconds of all that runs, of
     these for what must run)."""
     must = tuple(MUST.values() if must is None else must)
-    chosen, paid, total = set(), set(), found["cheap"]
+    chosen, paid, total = set(), set(), sum(found["cheap"].values())
 
     def price(test):
         seconds, scenarios = found["tests"][test]
@@ -75,9 +76,8 @@ def choose(found, must=None, budget=BUDGET):
         paid.update(found["tests"][test][1])
         return seconds
 
-    for test in [x for x in found["tests"] if x.startswith(must)]:
-        total += take(test)
-    of_must = total - found["cheap"]
+    of_must = sum(take(test) for test in found["tests"] if test.startswith(must))
+    total += of_must
 
     # what shares a scenario with a test that was taken has become cheaper
     while rest := found["tests"].keys() - chosen:
@@ -99,6 +99,7 @@ class Ring:
         self.found = known()
         self.chosen, *_ = choose(self.found)
         self.measured = {}  # id -> (seconds of this process, [(scenario, seconds), ...])
+        self.collected = set()  # ids of all tests of the files that were read
         self.ahead = {}  # id -> seconds of each test that has still to run
         self.all = 0.0  # their sum at the start
         self.machine = machine_seconds()
@@ -107,6 +108,7 @@ class Ring:
     @pytest.hookimpl(tryfirst=True)
     def pytest_collection_modifyitems(self, items):
         """Marks what is not chosen, before -m is looked at."""
+        self.collected = {item.nodeid for item in items}
         for item in items:
             if item.nodeid in self.found["tests"] and item.nodeid not in self.chosen:
                 item.add_marker(pytest.mark.slow)
@@ -148,17 +150,31 @@ class Ring:
             self.save()
 
     def save(self):
-        """Writes seconds.json anew: of tests that wait for scenarios, and of dear ones."""
-        tests, scenarios, cheap = {}, {}, own_seconds() - sum(x for x, _ in self.measured.values())
-        for test, (seconds, more) in sorted(self.measured.items()):
+        """Writes what was measured into seconds.json. What else is there stays, but for tests that
+        are gone."""
+        file_of = lambda test: test.partition("::")[0]
+        files = {file_of(test) for test in self.collected}
+        stays = lambda test: test in self.collected or file_of(test) not in files
+        tests = {test: x for test, x in self.found["tests"].items() if stays(test)}
+        scenarios, cheap = dict(self.found["scenarios"]), dict(self.found["cheap"])
+        cheap |= {file_of(test): 0.0 for test in self.measured}
+
+        for test, (seconds, more) in self.measured.items():
             scenarios |= {name: round(x, 1) for name, x in more if name}
-            seconds += sum(x for name, x in more if not name)
             names = sorted({name for name, _ in more if name})
+            seconds += sum(x for name, x in more if not name)
             if names or seconds >= DEAR:
                 tests[test] = [round(seconds, 1), names]
             else:
-                cheap += seconds
-        found = {"cheap": round(cheap, 1), "tests": tests, "scenarios": scenarios}
+                tests.pop(test, None)
+                cheap[file_of(test)] += seconds
+
+        asked = {name for _, names in tests.values() for name in names}
+        found = {
+            "cheap": {file: round(x, 1) for file, x in sorted(cheap.items())},
+            "tests": dict(sorted(tests.items())),
+            "scenarios": {name: x for name, x in sorted(scenarios.items()) if name in asked},
+        }
         FILE.write_text(json.dumps(found).replace(', "', ',\n"') + "\n")
 
 

@@ -175,13 +175,6 @@ def fields_of(layout):
     return fields
 
 
-def layouts(ranks):
-    """(model, layout) of all layouts of this number of ranks."""
-    return [
-        (model, layout) for model, words in LAYOUTS[ranks].items() for layout in words.split(", ")
-    ]
-
-
 def results_of(model, layout, folder):
     """{(model, layout, case, rows, mode): result} for all cases of a layout."""
     helpers.end_groups()
@@ -231,10 +224,15 @@ def results_of(model, layout, folder):
     return results
 
 
-@scenario(ranks=(1, 4, 8), slow=True)
-@scenario(ranks=2)
-def every_layout(folder):
-    save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, layouts(WORLD_SIZE))
+def every_layout(folder, model):
+    """Results of one model on all its layouts of these ranks."""
+    jobs = [(model, layout) for layout in LAYOUTS[WORLD_SIZE][model].split(", ")]
+    save_results(folder, f"{model} on {WORLD_SIZE}.pt", MODELS, results_of, jobs)
+
+
+ALL = [(ranks, model) for ranks, models in LAYOUTS.items() for model in models]
+for ranks, model in ALL:
+    scenario(ranks, f"{model} on {ranks}", args=(model,), slow=ranks != 2)(every_layout)
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
@@ -248,21 +246,18 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-SLOW = {"marks": pytest.mark.slow}
-
-
 @pytest.mark.parametrize(
-    "ranks, cases", [(2, 90), *(pytest.param(*x, **SLOW) for x in ((1, 39), (4, 60), (8, 8)))]
+    "ranks, model", [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] != 2)) for x in ALL]
 )
-def test_every_layout_makes_the_same_values_gradient_and_step(ranks, cases):
-    out = ran(every_layout, ranks)
-    results = torch.load(out / f"{ranks}.pt", weights_only=True)
-    assert len(results) == cases and LAYOUTS.keys() == {1, 2, 4, 8}
+def test_every_layout_makes_the_same_values_gradient_and_step(ranks, model):
+    out = ran(every_layout, name=f"{model} on {ranks}")
+    results = torch.load(out / f"{model} on {ranks}.pt", weights_only=True)
+    reference = references(out / model)
     print(f"\n{'largest difference':36s} gradient     step   of {ranks} ranks")
 
-    for model, layout in layouts(ranks):
-        reference = references(out / model)
-        some = {key: x for key, x in results.items() if key[:2] == (model, layout)}
+    for layout in LAYOUTS[ranks][model].split(", "):
+        some = {key: x for key, x in results.items() if key[1] == layout}
+        assert "budget 64" in {case for _, _, case, *_ in some}
         error = compare(some, reference)[layout]
         after = next(x["weights"] for x in some.values() if "weights" in x)
         gradients = reference("ragged", "token-mean")[2]

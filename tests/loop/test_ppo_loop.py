@@ -163,12 +163,12 @@ def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, mo
 
 def test_a_step_tells_of_rows_from_which_little_can_be_learned(whole_run, tmp_path, capsys):
     """What failed, the least and the greatest reward, and what was cut off, as in dumped rows."""
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "unsure.py").write_text(
         "def f(prompt, response, answer):\n"
         "    return 1 / (int(prompt[0]) // 3)\n"  # fails for 1 and 2
     )
     whole_run(
-        f"--reward {tmp_path}/mine.py:f --reward-timeout 0 --steps 14 --train-batch-size 3"
+        f"--reward {tmp_path}/unsure.py:f --reward-timeout 0 --steps 14 --train-batch-size 3"
         " --max-response-length 2 --stop a b c d e f 1 2 3"
     )
     steps = common.read_lines(tmp_path / "out/metrics.jsonl")[1:15]  # the first is an evaluation
@@ -225,12 +225,12 @@ def test_every_phase_of_a_step_is_timed(whole_run, tmp_path):
 
 def test_a_critic_learns_from_raw_scores_or_shaped_rewards_of_a_dump(whole_run, tmp_path):
     """With a KL in the reward. The texts of the dump are those that the reward has read."""
-    (tmp_path / "mine.py").write_text(
+    (tmp_path / "unsure.py").write_text(
         "def f(prompt, response, answer):\n"
         "    length, echo = len(response), prompt[:1] in response\n"
         "    return {'score': length % 3, 'length': length, 'echo': echo}\n"
     )
-    whole_run(f"--kl-coef 0.1 --reward {tmp_path}/mine.py:f")
+    whole_run(f"--kl-coef 0.1 --reward {tmp_path}/unsure.py:f")
     path = f"{tmp_path}/out/rollouts/step_2.jsonl"  # in step 1 the actor is its own reference
     rows = common.read_lines(path)
     for row in rows:
