@@ -98,26 +98,14 @@ def test_a_row_of_a_run_ends_with_its_first_text_to_stop_at(whole_run, tmp_path)
         assert TOKENIZER.decode(row["response_ids"]) == said  # without an end of sequence
 
 
-def test_the_engines_log_probs_save_a_forward_pass(whole_run, tmp_path):
-    """Its tokens and rewards are the same, its metrics those of the actor's up to rounding."""
-    flags = "--kl-coef 0.1 --steps 3 --temperature 0.7 --critic.value-head-init normal"
-    runs = {}
-    for kind in ("actor", "engine"):
-        whole_run(f"{flags} --old-log-probs {kind}")
-        runs[kind] = common.read_lines(tmp_path / "out/metrics.jsonl")
-
-    for ours, theirs in zip(runs["engine"], runs["actor"], strict=True):
-        assert_same_numbers(ours, theirs, ("time/", "perf/", "rollout/log_prob_diff"))
-        if "reward/mean" in ours:
-            assert ours["rollout/log_prob_diff"] is None and "time/log_probs" not in ours
-
-
 @pytest.mark.parametrize("flags, steps", [
     ("", 3), ("--actor.kl-loss-coef 0.2", 3), ("--critic-warmup 1", 2),
     ("--actor.ppo-epochs 2", 0), ("--actor.ppo-mini-batch-size 4", 0),
+    ("--old-log-probs engine --kl-coef 0.1 --critic.value-head-init normal", 3),
 ])  # fmt: skip
 def test_one_step_saves_a_forward_pass(flags, steps, whole_run, monkeypatch, tmp_path):
-    """The actor's step computes the old log-probs, with the same numbers up to rounding."""
+    """The actor's step computes the old log-probs, or the engine has, with the same numbers up to
+    rounding."""
     runs = []
     for patched in (False, True):
         if patched:
@@ -126,10 +114,16 @@ def test_one_step_saves_a_forward_pass(flags, steps, whole_run, monkeypatch, tmp
         runs.append(common.read_lines(tmp_path / "out/metrics.jsonl"))
 
     saved = 0
+    passing = ("time/", "perf/", "rollout/log_prob_diff")
     for ours, theirs in zip(*runs, strict=True):
-        assert_same_numbers(ours, theirs, ("time/", "perf/", "rollout/log_prob_diff"))
+        for name in theirs.keys() | ours.keys():
+            if not name.startswith(passing):
+                near = pytest.approx(theirs[name] or 0.0, rel=1e-4, abs=1e-5)
+                assert (ours[name] or 0.0) == near, name
         if "reward/mean" in ours:
-            assert 0 < ours["rollout/log_prob_diff"] < 1e-5 and "time/log_probs" in theirs
+            off = ours["rollout/log_prob_diff"]
+            assert off is None if "engine" in flags else 0 < off < 1e-5
+            assert "time/log_probs" in theirs
             saved += "time/log_probs" not in ours
     assert saved == steps
 
@@ -141,14 +135,6 @@ def all_log_probs(loop, step, batch):
     batch.ref_log_probs = batch.old_log_probs
     if loop.reference:
         batch.ref_log_probs = loop.reference.compute_log_probs(batch)
-
-
-def assert_same_numbers(ours, theirs, passing):
-    """Asserts that two lines of metrics are equal up to rounding, but for these beginnings."""
-    for name in theirs.keys() | ours.keys():
-        if not name.startswith(passing):
-            near = pytest.approx(theirs[name] or 0.0, rel=1e-4, abs=1e-5)
-            assert (ours[name] or 0.0) == near, name
 
 
 def test_equal_prompts_get_different_tokens_in_each_step(whole_run, tmp_path, monkeypatch):
