@@ -1,5 +1,6 @@
-"""An agent's episode in several rows: credit runs along the actions of all of them, and a dialogue
-makes the same update wherever it is cut. For layouts see test_layouts.py and
+"""An agent's episode in several rows: credit runs along the actions of all of them.
+
+A dialogue makes the same update wherever it is cut: see test_layouts.py and
 test_megatron_layouts.py, whose references of segments are those of the whole rows."""
 
 import dataclasses
@@ -16,9 +17,6 @@ from reference import gae_by_hand
 
 import common
 import critic_fsdp
-import critic_megatron
-
-SCRIPTS = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron])
 
 
 def shuffled(batch, seed):
@@ -88,39 +86,6 @@ def test_rows_without_an_episode_are_their_own():
     ours, theirs = numbers(batch), numbers(alone)
     assert ours == pytest.approx(theirs, nan_ok=True)
     assert batch.groups() == alone.groups()
-
-
-@SCRIPTS
-@pytest.mark.parametrize("share", [True, False])
-def test_a_dialogue_makes_the_same_update_wherever_it_is_cut(script, share):
-    """Three updates of one step, with credit from the critic's own values: values, advantages,
-    losses, norms and weights."""
-    whole = random_batch(8, seed=3, vocab_size=60, idle=False)
-    fields = {"ppo_mini_batch_size": 1000, "share_prompts": share, "value_head_init": "normal"}
-    seen = []
-    for batch in (whole, cut_into_segments(whole, 1), cut_into_segments(whole, 2)):
-        helpers.end_groups()
-        worker = helpers.worker(script=script, **fields)
-        found = {}
-        for step in range(3):
-            batch.values = worker.compute_values(batch)
-            common.add_returns(batch, 0.97, 0.9, bootstrap_truncated=True)
-            metrics = worker.update_critic(batch)
-            for name in ("values", "advantages", "returns"):
-                found[f"{name} {step}"] = getattr(batch, name)[batch.response_mask]
-            names = ("vf_loss", "grad_norm", "explained_var", "vpred_mean")
-            numbers = [metrics[f"critic/{name}"] for name in names]
-            found[f"metrics {step}"] = torch.tensor(numbers, dtype=torch.float64)
-        # without sharing, gradients of almost 0 are rounding, by which AdamW divides
-        for name, p in worker.critic.model.named_parameters() if share else ():
-            found[name] = getattr(p, "full_tensor", p.clone)().detach()
-        seen.append(found)
-
-    for found in seen[1:]:
-        assert found.keys() == seen[0].keys()
-        for name, x in found.items():
-            scale = max(1.0, float(seen[0][name].abs().max()))
-            torch.testing.assert_close(x, seen[0][name], rtol=1e-6, atol=1e-6 * scale, msg=name)
 
 
 def test_a_sequence_is_a_row_for_modes_that_count_sequences():
