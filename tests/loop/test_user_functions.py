@@ -16,7 +16,6 @@ import forked
 import pebble
 import pytest
 import rewards
-import torch
 from helpers import ROOT, refused, run, succeeded
 from ppo_helpers import TOKENIZER, a_run, a_task
 
@@ -545,9 +544,6 @@ class Mute(Exception):
     def __str__(self):
         raise self
 
-def deep(n):
-    return deep(n + 1)
-
 def raises(error):
     raise error
 
@@ -577,9 +573,9 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask):
 
     faults = {
         "raises(Mute())": "Mute: <exception str() failed>", "10**400": "OverflowError: ",
-        "raises(ValueError('\\ud800'))": "ValueError: \ud800", "deep(0)": "RecursionError: maximum",
-        "[1j]": "TypeError: float() argument must be", "1j": "TypeError: float() argument must be",
-        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ", "{1: 2.0}": "TypeError: ",
+        "raises(ValueError('\\ud800'))": "ValueError: \ud800", "{1: 2.0}": "TypeError: ",
+        "raises(KeyboardInterrupt())": "KeyboardInterrupt: ",
+        "[1j]": "TypeError: float() argument must be",
     }  # fmt: skip
     for row, (made, fault) in zip(faults, ask("f", faults, text=VALUES)):
         assert made is None and fault.startswith(faults[row]), (row, fault)
@@ -587,9 +583,6 @@ def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask):
     rows = ["os.getpid()", "raises(Mute())", "Text('x')"] * 20
     pids = {made for made, _ in ask("f", rows, text=VALUES)}
     assert len(pids - {None, "x"}) <= 8
-    for tensor, expected in ((torch.tensor([0.5]), 0.5), (torch.tensor([0.5, 1]), [0.5, 1.0])):
-        made = ppo_loop.plain(tensor)
-        assert (made, type(made)) == (expected, type(expected))
 
 
 def test_a_row_that_comes_as_the_pool_breaks_is_a_fault(tmp_path, monkeypatch):
