@@ -15,6 +15,7 @@ actions that do not count. More flags are those of ppo_loop.py.
 
 import first_token_credit
 import fork
+import sao
 
 import ppo_loop
 
@@ -26,7 +27,7 @@ FLAGS = """
 """
 
 
-class Actor(ppo_loop.DataParallelPPOActor):
+class Actor(sao.Actor):  # with another mask
     band = 0.2  # of probabilities
 
     def outside(self, log_probs_T, micro):
@@ -34,14 +35,6 @@ class Actor(ppo_loop.DataParallelPPOActor):
         moved_T = log_probs_T.exp() - ppo_loop.engine_log_probs(micro).exp()
         advantages_T = micro.rows.advantages.to(moved_T.device)
         return micro.response_mask & (moved_T * advantages_T.sign() > self.band)
-
-    def policy_weights(self, log_probs_T, micro):
-        return super().policy_weights(log_probs_T, micro) * ~self.outside(log_probs_T, micro)
-
-    def loss(self, outputs, micro):
-        whole, sums = super().loss(outputs, micro)
-        outside_T = self.outside(outputs[:, 0].detach(), micro)
-        return whole, sums | {"pg_outside": outside_T.sum().double()}
 
 
 def advantages_of(batch, run):
