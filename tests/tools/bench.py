@@ -2,9 +2,6 @@
 
     OMP_NUM_THREADS=1 python tests/tools/bench.py              10 million weights, answers to GSM8K
     OMP_NUM_THREADS=1 python tests/tools/bench.py --mix long-prompt --rows 32
-    OMP_NUM_THREADS=1 python tests/tools/bench.py --mix long-tail --model 100m --rows 16
-    OMP_NUM_THREADS=1 python tests/tools/bench.py --model hybrid --mix long-tail --rows 32 \
-        --contestants "fsdp padded" fsdp bare
     OMP_NUM_THREADS=1 python tests/tools/bench.py --mix episode --rows 24 --budget 16384 \
         --contestants "fsdp whole" fsdp "fsdp alone"
     OMP_NUM_THREADS=1 python tests/tools/bench.py --host --ranks 1024
@@ -12,12 +9,12 @@
     OMP_NUM_THREADS=1 torchrun --nproc-per-node 4 tests/tools/bench.py --host
                                                          the same on real ranks
 
-All contestants have the same weights, rows, precision, token budget and AdamW. Each runs in its own
-processes, and they take turns. On a CPU the tables use the CPU time of all ranks together, because
-it does not depend on other jobs on the machine.
+All contestants have the same weights, rows, float32, token budget and AdamW. Each runs in its own
+process on the CPU, and they take turns. The tables use CPU time, because it does not depend on
+other jobs on the machine. Of GPUs see gpu.py.
 
-    fsdp, megatron  the critics; "alone" means --no-share-prompts, "padded" --no-use-remove-padding,
-                    "whole" each episode of --mix episode in one long row
+    fsdp, megatron  the critics; "alone" means --no-share-prompts, "whole" each episode of --mix
+                    episode in one long row
     bare            transformers' backbone, a linear head, the loss and AdamW, on ready packs
     verl padded     DataParallelPPOCritic of verl 0.6.1 with transformers' SDPA, if installed
     verl packed     the same with use_remove_padding and dynamic batches; SDPA masks other rows
@@ -53,15 +50,8 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
 import torch
 import tyro
-from torch.distributed import TCPStore
 from torch.nn import functional as F
-from transformers import (
-    AutoModel,
-    AutoModelForTokenClassification,
-    AutoTokenizer,
-    Qwen2Config,
-    Qwen3NextConfig,
-)
+from transformers import AutoModel, AutoModelForTokenClassification, AutoTokenizer, Qwen2Config
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 DATA = ROOT.parent / "shared" / "data"
@@ -69,51 +59,36 @@ DATA = ROOT.parent / "shared" / "data"
 import common
 import critic_fsdp
 
-CUDA = torch.cuda.is_available()
-DEVICE = torch.device("cuda" if CUDA else "cpu")
-
-MODELS = {  # sizes of Qwen2; hybrid: a dense Qwen3-Next, 3 of 4 layers recur
+MODELS = {  # sizes of Qwen2
     "tiny": dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, heads=4),
     "10m": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=6, heads=6),
-    "hybrid": dict(hidden_size=384, intermediate_size=1024, num_hidden_layers=8, heads=6),
-    "100m": dict(hidden_size=768, intermediate_size=2304, num_hidden_layers=12, heads=12),
-    "1b": dict(hidden_size=2048, intermediate_size=5632, num_hidden_layers=22, heads=32),
 }
 OURS = {"fsdp": "critic_fsdp", "megatron": "critic_megatron"}
 ALONE = ("fsdp alone", "megatron alone")
-PADDED = "fsdp padded"
 WHOLE = ("fsdp whole", "megatron whole")  # only with --mix episode
-CONTESTANTS = ("bare", *OURS, *ALONE, PADDED, "verl padded", "verl packed", "verl lent", *WHOLE)
-
-
-@dataclass(frozen=True)
-class Work:
-    """The work: a model and rows."""
-
-    model: Literal[tuple(MODELS)] = "10m"  # number of weights
-    # 4 answers per question; 250-token answers to 1,000-token prompts; rows that share no
-    # prompt; 24 turns of an agent, each a row whose prompt is all that came before
-    mix: Literal["gsm8k", "long-prompt", "long-tail", "episode"] = "gsm8k"
-    rows: int = 96  # rows of an update, which is one optimizer step
-    answers: int = 8  # answers per prompt of --mix long-prompt
-    length: int = 256  # median tokens of a row of --mix long-tail, at most 4096
-    budget: int = 4096  # most tokens of a micro-batch, for all contestants
-    vocab_size: int = 2048  # the model's; GSM8K's tokenizer has 2,000 tokens
-    ranks: int = 1  # processes of each contestant; only the critics take more than one
-    flags: str = "{}"  # more flags of the critic's Config, as JSON
+CONTESTANTS = ("bare", *OURS, *ALONE, "verl padded", "verl packed", "verl lent", *WHOLE)
 
 
 @dataclass(frozen=True)
 class Run:
     """Measures the contestants in turns."""
 
-    work: tyro.conf.OmitArgPrefixes[Work] = Work()  # its flags have no prefix
+    model: Literal[tuple(MODELS)] = "10m"  # number of weights
+    # 4 answers per question; 250-token answers to 1,000-token prompts; 24 turns of an agent, each a
+    # row whose prompt is all that came before
+    mix: Literal["gsm8k", "long-prompt", "episode"] = "gsm8k"
+    rows: int = 96  # rows of an update, which is one optimizer step
+    answers: int = 8  # answers per prompt of --mix long-prompt
+    budget: int = 4096  # most tokens of a micro-batch, for all contestants
+    vocab_size: int = 2048  # the model's; GSM8K's tokenizer has 2,000 tokens
+    flags: str = "{}"  # more flags of the critic's Config, as JSON
     # each is compared with the first
     contestants: tuple[Literal[CONTESTANTS], ...] = CONTESTANTS[: -len(WHOLE)]
     rounds: int = 5  # measured rounds (the medians count), after one warm-up
-    # instead: the host's work of one PPO step on one of 1, 2, 4 ... up to --ranks ranks, without a
-    # model
+    # instead: the host's work of one PPO step on one of 1, 2, 4 ... up to this number of ranks,
+    # without a model
     host: bool = False
+    ranks: int = 1
 
 
 # ---- The work: rows, and a folder with weights ---------------------------------------------------
@@ -122,29 +97,29 @@ class Run:
 TURNS = 24  # of an episode, each with 40 tokens of the agent and 40 of its tools
 
 
-def make_rows(work, whole=False):
+def make_rows(run, whole=False):
     """A common.Batch with old values and returns, the same in every process. whole: each episode is
     one row."""
     torch.manual_seed(0)
-    if work.mix == "gsm8k":
+    if run.mix == "gsm8k":
         tokenizer = AutoTokenizer.from_pretrained(DATA / "tokenizer")
         file = str(DATA / "gsm8k_rollouts" / "train.jsonl")
-        batch = common.read_rows(file, tokenizer, model_config(work))
-        picked = common.shuffled(batch.groups(), len(batch), 0)[: work.rows]
+        batch = common.read_rows(file, tokenizer, model_config(run))
+        picked = common.shuffled(batch.groups(), len(batch), 0)[: run.rows]
         batch = batch.select(list(itertools.chain(*picked)))
-    elif work.mix == "long-prompt":
-        lengths = torch.randint(1125, 1375, (work.rows,)).tolist()
-        sizes = torch.linspace(900, 1100, work.rows // work.answers).int()
-        prompts = [torch.randint(work.vocab_size, (n,)) for n in sizes.tolist()]
+    elif run.mix == "long-prompt":
+        lengths = torch.randint(1125, 1375, (run.rows,)).tolist()
+        sizes = torch.linspace(900, 1100, run.rows // run.answers).int()
+        prompts = [torch.randint(run.vocab_size, (n,)) for n in sizes.tolist()]
         batch = common.concat(list(map(common.Batch.blank, lengths)))
-        batch.row_id = torch.arange(work.rows)
-        batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
+        batch.row_id = torch.arange(run.rows)
+        batch.input_ids = torch.randint(run.vocab_size, (len(batch.input_ids),))
         for row, (start, end) in enumerate(itertools.pairwise(batch.cu_seqlens.tolist())):
-            prompt = prompts[row // work.answers]
+            prompt = prompts[row // run.answers]
             batch.input_ids[start : start + len(prompt)] = prompt
             batch.response_mask[start:end] = torch.arange(end - start) >= len(prompt)
-    elif work.mix == "episode":
-        ids = torch.randint(work.vocab_size, (work.rows // TURNS, 80 * TURNS))
+    else:
+        ids = torch.randint(run.vocab_size, (run.rows // TURNS, 80 * TURNS))
         ends = [80 * TURNS] if whole else range(80, 80 * TURNS + 1, 80)
         batch = common.concat([common.Batch.blank(end) for _ in ids for end in ends])
         batch.row_id = torch.arange(len(batch))
@@ -152,105 +127,74 @@ def make_rows(work, whole=False):
         batch.input_ids = torch.cat([row[:end] for row in ids for end in ends])
         batch.response_mask = batch.positions % 80 >= 40
         if not whole:
-            batch.response_mask &= (
-                batch.positions >= batch.cu_seqlens.diff()[batch.row_of_token] - 40
-            )
-    else:  # log-normal: one row in six is 3 times the median or longer
-        lengths = (work.length * torch.randn(work.rows).mul(1.1).exp()).long().clamp(16, 4096)
-        batch = common.concat([common.Batch.blank(n) for n in lengths.tolist()])
-        batch.row_id = torch.arange(work.rows)
-        batch.input_ids = torch.randint(work.vocab_size, (len(batch.input_ids),))
-        batch.response_mask = torch.cat([torch.arange(n) >= n // 4 for n in batch.lengths])
+            length_T = batch.cu_seqlens.diff()[batch.row_of_token]
+            batch.response_mask &= batch.positions >= length_T - 40
 
-    batch.values, batch.returns = (
-        torch.randn(len(batch.input_ids)) * batch.response_mask for _ in range(2)
-    )
+    g = torch.randn(2, len(batch.input_ids))
+    batch.values, batch.returns = g * batch.response_mask
     return batch
 
 
-def model_config(work):
-    fields = dict(MODELS[work.model])
+def model_config(run):
+    fields = dict(MODELS[run.model])
     heads = fields.pop("heads")
-    fields |= {
-        "num_attention_heads": heads,
-        "num_key_value_heads": heads // 2,
-        "vocab_size": work.vocab_size,
-    }
-    fields |= {"num_labels": 1, "max_position_embeddings": 2**15, "pad_token_id": None}
-    if work.model == "hybrid":
-        gates = {"linear_num_key_heads": heads // 2, "linear_num_value_heads": heads}
-        width = {"linear_key_head_dim": 64, "linear_value_head_dim": 64, "head_dim": 64}
-        width["mlp_only_layers"] = list(range(fields["num_hidden_layers"]))  # no experts
-        return Qwen3NextConfig(**fields, **gates, **width, tie_word_embeddings=False)
-    return Qwen2Config(**fields, tie_word_embeddings=False)
+    fields |= {"num_attention_heads": heads, "num_key_value_heads": heads // 2, "num_labels": 1}
+    fields |= {"max_position_embeddings": 2**15, "pad_token_id": None}
+    return Qwen2Config(**fields, vocab_size=run.vocab_size, tie_word_embeddings=False)
 
 
-def write_model(work, folder):
+def write_model(run, folder):
     """Saves a token classifier with random weights, which all contestants load."""
     torch.manual_seed(0)
-    AutoModelForTokenClassification.from_config(model_config(work)).save_pretrained(folder)
+    AutoModelForTokenClassification.from_config(model_config(run)).save_pretrained(folder)
 
 
 # ---- Contestants: each gives (compute_values() -> (T,) values, update()) -------------------------
 
 
-def ours(name, work, folder, batch):
+def ours(name, run, folder, batch):
     module = importlib.import_module(OURS[name.split()[0]])
-    flags = {"ppo_mini_batch_size": work.rows, "ppo_max_token_len_per_gpu": work.budget}
-    flags["share_prompts"] = name not in ALONE
-    if name == PADDED:
-        flags["use_remove_padding"] = False
-    flags |= json.loads(work.flags)
-    worker = module.CriticWorker(module.Config(model=str(folder), lr=1e-5, **flags))
+    flags = {"ppo_mini_batch_size": run.rows, "ppo_max_token_len_per_gpu": run.budget}
+    flags |= {"share_prompts": name not in ALONE, "lr": 1e-5} | json.loads(run.flags)
+    worker = module.CriticWorker(module.Config(model=str(folder), **flags))
     worker.init_model()
-    episodes = batch.episodes()[module.RANK :: module.WORLD_SIZE]
-    mine = batch.select(list(itertools.chain(*episodes)))
-    return lambda: worker.compute_values(mine), lambda: worker.update_critic(mine)
+    return lambda: worker.compute_values(batch), lambda: worker.update_critic(batch)
 
 
 def load_model(folder, attention):
     """(model, optimizer) of a contestant that is not ours."""
-    model = AutoModelForTokenClassification.from_pretrained(
-        folder, attn_implementation=attention
-    ).to(DEVICE)
-    if attention == "packed":
-        common.pack_recurrent(model.get_decoder())
+    options = {"attn_implementation": attention}
+    model = AutoModelForTokenClassification.from_pretrained(folder, **options)
     return model, torch.optim.AdamW(model.parameters(), lr=1e-5, weight_decay=0.01, fused=True)
 
 
-def bare(_, work, folder, batch):
+def bare(_, run, folder, batch):
     model, optimizer = load_model(folder, "packed")
-    table = critic_fsdp.micro_batches(common.describe(batch), 1, work.budget, share=False)
+    table = critic_fsdp.micro_batches(common.describe(batch), 1, run.budget, share=False)
     [index], [sizes] = table.wanted, table.sizes
     parts = [x.tolist() for x in torch.from_numpy(index).split(sizes)]
     packs = [batch.select(rows) for rows in parts]
-    for pack in packs:
-        for name in ("input_ids", "response_mask", *pack.FLOATS):
-            if getattr(pack, name) is not None:
-                setattr(pack, name, getattr(pack, name).to(DEVICE))
-    places = [torch.arange(n, device=DEVICE) for pack in packs for n in pack.lengths]
-    positions = torch.cat(places).split([len(pack.input_ids) for pack in packs])
+    positions = [pack.positions[None] for pack in packs]
     actions = batch.response_mask.sum()
 
-    def forward(pack, positions_T):
-        common.CurrentPack.pack = common.Pack(pack.lengths, DEVICE)
-        inputs = {"input_ids": pack.input_ids[None], "position_ids": positions_T[None]}
-        with torch.autocast(DEVICE.type, torch.bfloat16, enabled=CUDA):
-            v_T = model(**inputs, use_cache=False).logits[0, :, 0]
-        return torch.where(pack.response_mask, v_T.float().roll(1), 0.0)
+    def forward(pack, positions_1T):
+        common.CurrentPack.pack = common.Pack(pack.lengths, torch.device("cpu"))
+        inputs = {"input_ids": pack.input_ids[None], "position_ids": positions_1T}
+        v_T = model(**inputs, use_cache=False).logits[0, :, 0]
+        return torch.where(pack.response_mask, v_T.roll(1), 0.0)
 
     @torch.no_grad()
     def compute_values():
         model.eval()
         values_T = torch.zeros(len(batch.input_ids))
-        for rows, pack, positions_T in zip(parts, packs, positions):
-            values_T[batch.token_index(rows)] = forward(pack, positions_T).cpu()
+        for rows, *ready in zip(parts, packs, positions):
+            values_T[batch.token_index(rows)] = forward(*ready)
         return values_T
 
     def update():
         model.train()
-        for pack, positions_T in zip(packs, positions):
-            v_T = forward(pack, positions_T)
+        for pack, positions_1T in zip(packs, positions):
+            v_T = forward(pack, positions_1T)
             clipped = pack.values + (v_T - pack.values).clamp(-0.5, 0.5)
             losses = torch.maximum((v_T - pack.returns).square(), (clipped - pack.returns).square())
             (0.5 * (losses * pack.response_mask).sum() / actions).backward()
@@ -261,7 +205,7 @@ def bare(_, work, folder, batch):
     return compute_values, update
 
 
-def verl(name, work, folder, batch):
+def verl(name, run, folder, batch):
     """Changes only what CPUs and this version of transformers lack."""
     import transformers
 
@@ -275,20 +219,19 @@ def verl(name, work, folder, batch):
 
     lent = name == "verl lent"
     packed = name != "verl padded"
-    if not CUDA:
-        torch.autocast = lambda *_, **__: contextlib.nullcontext()  # bfloat16, unlike the others
-        # these are from flash-attn, which has no build for CPUs
-        dp_critic.unpad_input = unpad_input
-        dp_critic.pad_input = pad_input
-        dp_critic.index_first_axis = lambda x, index: x[index]
-        dp_critic.rearrange = lambda x, _: x.flatten(0, 1)
-    attention = "packed" if lent else "flash_attention_2" if CUDA and packed else "sdpa"
-    model, optimizer = load_model(folder, attention)
+    torch.autocast = lambda *_, **__: contextlib.nullcontext()  # bfloat16, unlike the others
+    # these are from flash-attn, which has no build for CPUs
+    dp_critic.unpad_input = unpad_input
+    dp_critic.pad_input = pad_input
+    dp_critic.index_first_axis = lambda x, index: x[index]
+    dp_critic.rearrange = lambda x, _: x.flatten(0, 1)
+    model, optimizer = load_model(folder, "packed" if lent else "sdpa")
 
     def lend(module, args, kwargs):
         starts = (kwargs["position_ids"][0] == 0).nonzero()[:, 0].tolist()
         ends = [*starts[1:], kwargs["position_ids"].shape[1]]
-        common.CurrentPack.pack = common.Pack([b - a for a, b in zip(starts, ends)], DEVICE)
+        lengths = [b - a for a, b in zip(starts, ends)]
+        common.CurrentPack.pack = common.Pack(lengths, torch.device("cpu"))
 
     if lent:
         model.register_forward_pre_hook(lend, with_kwargs=True)
@@ -308,19 +251,19 @@ def verl(name, work, folder, batch):
     columns["position_ids"] = (mask_BL.cumsum(1) - 1).clamp(0)
     for name in ("response_mask", "values", "returns"):
         columns[name] = padded(getattr(batch, name))[:, P:]
-    divisors = [n for n in range(1, work.rows + 1) if work.rows % n == 0]
-    size = max(n for n in divisors if n == 1 or n * (P + R) <= work.budget)
+    divisors = [n for n in range(1, run.rows + 1) if run.rows % n == 0]
+    size = max(n for n in divisors if n == 1 or n * (P + R) <= run.budget)
     config = {
         "model": {"use_remove_padding": packed}, "ulysses_sequence_parallel_size": 1,
         "ppo_epochs": 1,
-        "ppo_mini_batch_size": work.rows, "ppo_micro_batch_size_per_gpu": size,
+        "ppo_mini_batch_size": run.rows, "ppo_micro_batch_size_per_gpu": size,
         "use_dynamic_bsz": packed,
-        "ppo_max_token_len_per_gpu": work.budget, "cliprange_value": 0.5,
+        "ppo_max_token_len_per_gpu": run.budget, "cliprange_value": 0.5,
         "loss_agg_mode": "token-mean",
         "grad_clip": 1.0,
     }  # fmt: skip
     critic = dp_critic.DataParallelPPOCritic(OmegaConf.create(config), model, optimizer)
-    info = {"micro_batch_size": size, "max_token_len": work.budget, "use_dynamic_bsz": packed}
+    info = {"micro_batch_size": size, "max_token_len": run.budget, "use_dynamic_bsz": packed}
     data = DataProto(batch=TensorDict(columns, batch_size=len(batch)), meta_info=info)
 
     def compute_values():
@@ -347,118 +290,71 @@ def pad_input(x_TD, indices, batch, seqlen):
 
 
 def measure(call):
-    """{wall, cpu: seconds of a call, out: its result}."""
-    wall = time.perf_counter()
-    cpu = time.process_time()
+    """(CPU seconds of a call, its result)."""
+    start = time.process_time()
     out = call()
-    if CUDA:
-        torch.cuda.synchronize()
-    return {"wall": time.perf_counter() - wall, "cpu": time.process_time() - cpu, "out": out}
+    return time.process_time() - start, out
 
 
-def measure_peak(call):
-    """{peak: GiB that a call takes above the memory held before}."""
+def peak(call):
+    """GiB that a call takes above the memory held before."""
     path = pathlib.Path("/proc/self/status")  # VmRSS: held now, VmHWM: peak since the reset
     status = lambda name: int(re.search(rf"{name}:\s*(\d+)", path.read_text())[1])
-    if CUDA:
-        torch.cuda.reset_peak_memory_stats()
-        held = torch.cuda.memory_allocated() / 2**30
-        call()
-        return {"peak": torch.cuda.max_memory_allocated() / 2**30 - held}
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)  # else the allocator would reuse memory that it kept
     pathlib.Path("/proc/self/clear_refs").write_text("5")
     held = status("VmRSS")
     call()
-    return {"peak": (status("VmHWM") - held) / 2**20}
+    return (status("VmHWM") - held) / 2**20
 
 
-def contest(name, work, folder, pipe):
-    """One rank of a contestant: does the tasks it receives, until it receives None."""
+def contest(name, run, folder, pipe):
+    """A contestant: does the tasks it receives, until it receives None."""
     with open(os.devnull, "w") as nowhere:
         os.dup2(nowhere.fileno(), 1)
-    batch = make_rows(work, whole=name in WHOLE)
+    batch = make_rows(run, whole=name in WHOLE)
     build = bare if name == "bare" else verl if name.startswith("verl ") else ours
-    calls = dict(zip(("values", "update"), build(name, work, folder, batch)))
-    ways = {"": measure, "peak": measure_peak}
+    calls = dict(zip(("values", "update"), build(name, run, folder, batch)))
     pipe.send("ready")
 
     while task := pipe.recv():
-        name, _, way = task.partition(" ")
-        spent = ways[way](calls[name])
-        out = spent.pop("out", None)
-        # with several ranks, each has its own rows
-        if task == "values" and work.ranks == 1:
-            spent["values"] = out[batch.response_mask].tolist()
-        pipe.send(spent)
+        what, _, way = task.partition(" ")
+        if way == "peak":
+            pipe.send(peak(calls[what]))
+        elif way == "told":
+            pipe.send(calls[what]()[batch.response_mask].tolist())
+        else:
+            pipe.send(measure(calls[what])[0])
     os._exit(0)  # like common.launch
 
 
-class Contestant:
-    """A contestant: one process per rank, which work only when asked."""
+def compare(names, run, folder):
+    """[{task: CPU seconds of each round, or GiB, or values}] of contestants, each a process that
+    works only when asked; after a round to warm up they take turns."""
+    # what one thread of one process has imported can be had for nothing
+    context = multiprocessing.get_context("fork" if torch.get_num_threads() == 1 else "spawn")
+    pipes = []
+    for name in names:
+        here, there = context.Pipe()
+        context.Process(target=contest, args=(name, run, folder, there), daemon=True).start()
+        there.close()
+        pipes.append(here)
+    assert all(pipe.recv() == "ready" for pipe in pipes)  # they start together
 
-    def __init__(self, name, work, folder):
-        self.work = work
-        self.ranks = []
-        # the ranks' rendezvous, on a port that the system chooses
-        self.store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self.store.port)}
-        os.environ |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
-        # what one thread of one process has imported can be had for nothing
-        alone = work.ranks == 1 and not CUDA and torch.get_num_threads() == 1
-        context = multiprocessing.get_context("fork" if alone else "spawn")
-        size = str(work.ranks)
+    def ask(pipe, task):
+        pipe.send(task)
+        return pipe.recv()
 
-        for rank in map(str, range(work.ranks)):
-            # the process inherits these, and common reads them on import
-            os.environ |= {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": size,
-                "LOCAL_WORLD_SIZE": size,
-            }
-            here, there = context.Pipe()
-            context.Process(target=contest, args=(name, work, folder, there), daemon=True).start()
-            there.close()
-            self.ranks.append(here)
-
-    def do(self, task):
-        """Wall seconds of the slowest rank, CPU seconds of all, GiB of the fullest."""
-        for rank in self.ranks:
-            rank.send(task)
-        spent = [rank.recv() for rank in self.ranks]
-        together = {"wall": max, "cpu": sum, "peak": max}
-        return spent[0] | {
-            key: f(s[key] for s in spent) for key, f in together.items() if key in spent[0]
-        }
-
-    def end(self):
-        for rank in self.ranks:
-            rank.send(None)
-
-
-def compare(contestants, rounds):
-    """[{values, update: seconds of each round}] of contestants that take turns, after a round to
-    warm up."""
-    clock = "wall" if CUDA else "cpu"
-    seen = [{"values": [], "update": []} for _ in contestants]
-    # they start together
-    for rank in [rank for contestant in contestants for rank in contestant.ranks]:
-        assert rank.recv() == "ready"
-
-    for turn in range(rounds + 1):
+    seen = [{"values": [], "update": [], "values told": ask(pipe, "values told")} for pipe in pipes]
+    for turn in range(run.rounds + 1):
         for task in ("values", "update"):
-            for contestant, spent in zip(contestants, seen):
-                now = contestant.do(task)
+            for pipe, spent in zip(pipes, seen):
+                seconds = ask(pipe, task)
                 if turn:
-                    spent[task].append(now[clock])
-                elif task == "values":
-                    spent["said"] = now.get("values")
-
-    for contestant, spent in zip(contestants, seen):
-        for task in ("values peak", "update peak"):
-            spent[task] = contestant.do(task)["peak"]
-        contestant.end()
+                    spent[task].append(seconds)
+    for pipe, spent in zip(pipes, seen):
+        spent |= {task: ask(pipe, task) for task in ("values peak", "update peak")}
+        pipe.send(None)
     return seen
 
 
@@ -509,8 +405,9 @@ def step_of_a_rank(own, ranks, spent):
     )
 
     def timed(what, call, *args):
-        spent[what] += (took := measure(lambda: call(*args)))["cpu"]
-        return took["out"]
+        seconds, out = measure(lambda: call(*args))
+        spent[what] += seconds
+        return out
 
     for number in range(4):
         rows = timed("told", common.rows_of_all_ranks, own)
@@ -557,9 +454,9 @@ def simulate(ranks):
     spent = collections.Counter()
     step_of_a_rank(own, ranks, spent)
     leaves = left["bytes"] / 2**20
-    peak = 1024 * measure_peak(lambda: step_of_a_rank(own, ranks, collections.Counter()))["peak"]
+    most = 1024 * peak(lambda: step_of_a_rank(own, ranks, collections.Counter()))
     hears = 4 * sum(map(len, messages[1:])) / 2**20
-    return [tokens, *(spent[name] for name in WORK), sum(spent.values()), peak, hears, leaves]
+    return [tokens, *(spent[name] for name in WORK), sum(spent.values()), most, hears, leaves]
 
 
 WORK = ("told", "plan", "moved", "weights")
@@ -604,77 +501,65 @@ def host_for_real():
 # ---- Tables --------------------------------------------------------------------------------------
 
 
-def print_head(work, batch):
+def print_head(run, batch):
     git = ("git", "-C", ROOT, "rev-parse", "--short", "HEAD")
     commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or "none"
     model = re.search(r"model name\s*: (.*)", pathlib.Path("/proc/cpuinfo").read_text())
-    where = torch.cuda.get_device_name() if CUDA else f"{model[1]}, {os.cpu_count()} cores"
+    where = f"{model[1]}, {os.cpu_count()} cores"
     print(f"\n{where}; torch {torch.__version__}; {datetime.date.today()}; commit {commit}")
     n = sorted(batch.lengths)
     rows = f"{len(n)} rows, {sum(n):,} tokens, median {n[len(n) // 2]}, longest {n[-1]:,}"
-    print(f"{work.model}, {work.mix}: {rows}; at most {work.budget:,} tokens a micro-batch")
-    clock = "the clock" if CUDA else "CPU time"
-    print(f"{torch.get_num_threads()} threads; tokens a second of {clock}\n")
+    print(f"{run.model}, {run.mix}: {rows}; at most {run.budget:,} tokens a micro-batch")
+    print(f"{torch.get_num_threads()} threads; tokens a second of CPU time\n")
 
 
 def print_line(*cells):
     print(f"| {' | '.join(cells)} |", flush=True)
 
 
-def table(work, batch, names, rounds):
+def table(run, batch, names):
     """Prints one line for each contestant."""
     with tempfile.TemporaryDirectory() as folder:
-        write_model(work, folder)
-        seen = compare([Contestant(name, work, folder) for name in names], rounds)
+        write_model(run, folder)
+        seen = compare(names, run, folder)
 
+    # MFU is relative to a large product in this process
     with torch.device("meta"):
-        backbone = AutoModel.from_config(model_config(work))
+        backbone = AutoModel.from_config(model_config(run))
     flops = sum(map(common.flops_model(backbone, backbone.config), batch.lengths))  # of one forward
-    # MFU is relative to the peak FLOP/s of the GPU, or on a CPU to those of a large product in this
-    # process
-    of = "the peak of this GPU"
-    if CUDA:
-        peak = common.peak_flops(torch.cuda.get_device_name())
-    else:
-        of = "a product of 1024 x 1024 matrices in float32 on one thread"
-        x = torch.randn(1024, 1024)
-        peak = 2 * 1024**3 / min(measure(lambda: x @ x)["cpu"] for _ in range(10))
+    x = torch.randn(1024, 1024)
+    limit = 2 * 1024**3 / min(measure(lambda: x @ x)[0] for _ in range(10))
 
     tokens = len(batch.input_ids)
     columns = ("tok/s", "x bare", "MFU", "peak GiB")
-    print_line(
-        "", f"values {columns[0]}", *columns[1:], f"update {columns[0]}", *columns[1:], "values off"
-    )
+    heads = [f"{task} {columns[0]}" for task in ("values", "update")]
+    print_line("", heads[0], *columns[1:], heads[1], *columns[1:], "values off")
     print("|---" * 10 + "|")
-
     for name, spent in zip(names, seen):
         cells = [name]
         for task, passes in (("values", 1), ("update", 3)):
             seconds = statistics.median(spent[task])
             ratio = statistics.median(a / b for a, b in zip(seen[0][task], spent[task]))
-            cells += [
-                f"{tokens / seconds:,.0f}",
-                f"{ratio:.2f}",
-                f"{passes * flops / seconds / peak:.0%}",
-            ]
-            cells += [f"{spent[f'{task} peak']:.3f}"]
-        off = max(abs(a - b) for a, b in zip(spent["said"], seen[0]["said"]))
+            cells += [f"{tokens / seconds:,.0f}", f"{ratio:.2f}"]
+            cells += [f"{passes * flops / seconds / limit:.0%}", f"{spent[f'{task} peak']:.3f}"]
+        off = max(abs(a - b) for a, b in zip(spent["values told"], seen[0]["values told"]))
         print_line(*cells, f"{off:.0e}")
-    print(f"\nthe limit: {peak / 1e9:,.0f} GFLOP/s, {of}\n")
+    of = "a product of 1024 x 1024 matrices in float32 on one thread"
+    print(f"\nthe limit: {limit / 1e9:,.0f} GFLOP/s, {of}\n")
 
 
 def main(run):
-    work, names = run.work, run.contestants
+    names = run.contestants
     if run.host:
-        return host(work.ranks)
-    if work.mix == "gsm8k" and not DATA.is_dir():
-        sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-tail")
+        return host(run.ranks)
+    if run.mix == "gsm8k" and not DATA.is_dir():
+        sys.exit(f"--mix gsm8k: needs the development data in {DATA}; take long-prompt")
     if importlib.util.find_spec("verl") is None:
         names = [name for name in names if not name.startswith("verl")]
         print("verl is not installed, and left out")
-    batch = make_rows(work)
-    print_head(work, batch)
-    table(work, batch, names, run.rounds)
+    batch = make_rows(run)
+    print_head(run, batch)
+    table(run, batch, names)
 
 
 if __name__ == "__main__":
