@@ -46,132 +46,69 @@ SECONDS = 120  # for all cells of a type
 MOST = 12 * 2**30  # bytes of its process; some types have sizes that this script does not know
 ROWS = random_batch(10, seed=5, vocab_size=60, longest=24, prompts=3)
 
+
+def sizes(names_of):
+    """{size: names} -> {name: size}."""
+    return {name: size for size, names in names_of.items() for name in names.split()}
+
+
 # what a tiny config has, where the type knows the name
-TINY = {
-    "vocab_size": 104,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 128,
-    "sliding_window": 8,
-    "pad_token_id": 0,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-    # experts
-    "num_experts": 4,
-    "num_local_experts": 4,
-    "n_routed_experts": 4,
-    "moe_num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_k": 2,
-    "n_group": 1,
-    "topk_group": 1,
-    "first_k_dense_replace": 1,
-    "num_dense_layers": 1,
-    "moe_intermediate_size": 32,
-    "shared_expert_intermediate_size": 32,
-    "shared_intermediate_size": 32,
-    "moe_shared_expert_intermediate_size": 32,
-    "intermediate_size_mlp": 64,
-    # latent attention
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_rope_head_dim": 8,
-    "qk_nope_head_dim": 8,
-    "v_head_dim": 8,
-    "index_n_heads": 2,
-    "index_head_dim": 16,
-    # recurrent layers
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "mamba_n_heads": 4,
-    "mamba_num_heads": 4,
-    "mamba_d_head": 16,
-    "mamba_head_dim": 16,
-    "mamba_d_state": 8,
-    "mamba_d_ssm": 64,
-    "mamba_n_groups": 1,
-    "mamba_dt_rank": 4,
-    "mamba_chunk_size": 8,
-    "ssm_state_size": 8,
-    "n_groups": 1,
-    "chunk_size": 8,
-    # other names for the same
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 128,
-    "ffn_dim": 64,
-    "ffn_hidden_size": 64,
-    "word_embed_proj_dim": 32,
-    "query_pre_attn_scalar": 8,
-    "hidden_size_per_layer_input": 8,
-    "vocab_size_per_layer_input": 104,
-}
-TOWER = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "depth": 1,
-    "num_attention_heads": 2,
-    "num_heads": 2,
-    "image_size": 28,
-    "patch_size": 14,
-    "out_hidden_size": 32,
-    "num_position_embeddings": 64,
-    "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [0],
-}
+TINY = sizes({
+    0: "pad_token_id bos_token_id eos_token_id",
+    1: "n_group topk_group first_k_dense_replace num_dense_layers mamba_n_groups n_groups",
+    2: "num_key_value_heads num_experts_per_tok moe_k index_n_heads linear_num_key_heads n_layer",
+    4: """num_hidden_layers num_attention_heads n_head num_experts num_local_experts
+        n_routed_experts moe_num_experts linear_num_value_heads mamba_n_heads mamba_num_heads
+        mamba_dt_rank""",
+    8: """head_dim sliding_window qk_rope_head_dim qk_nope_head_dim v_head_dim linear_key_head_dim
+        linear_value_head_dim mamba_d_state mamba_chunk_size ssm_state_size chunk_size
+        query_pre_attn_scalar hidden_size_per_layer_input""",
+    16: "q_lora_rank kv_lora_rank index_head_dim mamba_d_head mamba_head_dim",
+    32: """hidden_size n_embd word_embed_proj_dim moe_intermediate_size
+        shared_expert_intermediate_size shared_intermediate_size
+        moe_shared_expert_intermediate_size""",
+    64: "intermediate_size intermediate_size_mlp ffn_dim ffn_hidden_size mamba_d_ssm",
+    104: "vocab_size vocab_size_per_layer_input",
+    128: "max_position_embeddings n_positions",
+})  # fmt: skip
+TOWER = sizes({
+    1: "num_hidden_layers depth",
+    2: "num_attention_heads num_heads",
+    14: "patch_size",
+    28: "image_size",
+    32: "hidden_size out_hidden_size",
+    64: "intermediate_size num_position_embeddings",
+})  # fmt: skip
+TOWER |= {"deepstack_visual_indexes": [0], "fullatt_block_indexes": [0]}
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}
 ROTATED = ("glm4v", "glm46v", "glm_ocr", "glmga", "paddleocr_vl", "qwen2_vl", "qwen2_5_vl")
 LATENT = {"num_key_value_heads": 4}
-HALF = ["linear_attention", "full_attention"]
-MORE = {  # type -> fields that fit none of the others
-    "axk1": LATENT,
-    "axk2": LATENT,
+EXPERTS = {"n_routed_experts": 4, "num_experts_per_tok": 2}
+# type -> fields that fit none of the others
+MORE = {name: LATENT for name in """axk1 axk2 deepseek_v3 deepseek_v32 glm4_moe_lite glm5_next
+    glm_moe_dsa mistral4 youtu""".split()}  # fmt: skip
+MORE |= {
     "bamba": {"attn_layer_indices": [1]},
-    "deepseek_v2": {**LATENT, "n_routed_experts": 4, "num_experts_per_tok": 2},
-    "deepseek_v3": LATENT,
-    "deepseek_v32": LATENT,
-    "dots1": {
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": 2,
-        "norm_topk_prob": True,
-    },
-    "glm4_moe_lite": LATENT,
-    "glm5_next": LATENT,
-    "glm_moe_dsa": LATENT,
-    "granitemoehybrid": {"layer_types": 2 * ["mamba", "attention"]},
-    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-    "kimi_linear": {**LATENT, "layer_types": 2 * HALF},
-    "lfm2": {"layer_types": 2 * ["conv", "full_attention"]},
-    "lfm2_moe": {"layer_types": 2 * ["conv", "full_attention"]},
-    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
-    "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
+    "deepseek_v2": LATENT | EXPERTS,
+    "dots1": EXPERTS | {"n_shared_experts": 1, "norm_topk_prob": True},
     "gemma3n_text": {"num_kv_shared_layers": 0, "laurel_rank": 4},
-    "longcat_flash": {
-        **LATENT,
-        "num_layers": 2,
-        "zero_expert_num": 1,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 32,
-    },
+    "gemma4_text": {"global_head_dim": 16, "num_kv_shared_layers": 0},
     "granite": {"logits_scaling": 4.0},
+    "granitemoehybrid": {"layer_types": 2 * ["mamba", "attention"]},
     "hunyuan_v1_dense": {"head_dim": 8},
     "hunyuan_v1_moe": {"head_dim": 8},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+    "kimi_linear": LATENT | {"layer_types": 2 * ["linear_attention", "full_attention"]},
+    "lfm2": {"layer_types": 2 * ["conv", "full_attention"]},
+    "lfm2_moe": {"layer_types": 2 * ["conv", "full_attention"]},
+    "longcat_flash": LATENT
+    | sizes({1: "zero_expert_num", 2: "num_layers moe_topk", 32: "expert_ffn_hidden_size"}),
+    "minicpm3": LATENT | {"dim_model_base": 8},
     "ministral": {"head_dim": 8},
-    "mistral4": LATENT,
     "nemotron": {"num_key_value_heads": 2},
-    "youtu": LATENT,
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "mlp", "moe"]},
     "zamba2": {"layers_block_type": 2 * ["mamba", "hybrid"], "hybrid_layer_ids": [1, 3]},
     "zaya": {"num_experts_per_tok": 1},
-    "minicpm3": {**LATENT, "dim_model_base": 8},
 }
 
 
