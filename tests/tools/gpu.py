@@ -6,10 +6,10 @@
     python tests/tools/gpu.py memory    what a formula, auto and --offload promise, and what happens
     python tests/tools/gpu.py ppo       some steps of ppo_loop.py
 
-A part goes on after a fault and then ends with exit status 1. It prints a table, and last the
-lines for RESULTS.md. NAMEs choose what begins with them; a wrong one lists all. --budget: of a
-micro-batch in `speed`, unless a row is longer. --dry: tiny sizes, also on a CPU. --pretend: the
-same on the simulated device of pretend_device.py.
+A part goes on after a fault and then ends with exit status 1. Each row is printed as soon as it is
+known, and last the lines for RESULTS.md. NAMEs choose what begins with them; a wrong one lists
+all. --budget: of a micro-batch in `speed`, unless a row is longer. --dry: tiny sizes, also on a
+CPU. --pretend: the same on the simulated device of pretend_device.py.
 """
 
 import argparse
@@ -594,7 +594,6 @@ def main():
                 function(report)
 
     # what was found
-    report.print_table(f"{ASKED.part} on {gpu.CARD}")
     gpu.print_lines(summary(report.rows) if ASKED.part == "equal" else report.rows)
     print(f"\n{len(report.faults)} faults")
     if report.faults:

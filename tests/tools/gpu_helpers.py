@@ -36,7 +36,7 @@ if PRETENDS:
 
 
 class Report:
-    """The rows of a table, each of which is also printed as soon as it is known, and the faults."""
+    """The rows of a table, each of which is printed as soon as it is known, and the faults."""
 
     def __init__(self):
         self.rows = []  # dicts: column -> cell
@@ -60,31 +60,16 @@ class Report:
             print(traceback.format_exc()[-4000:], flush=True)
             self.add(name, good=False, error=f"{type(error).__name__}: {error}"[:80])
 
-    def print_table(self, title):
-        """Prints all rows in columns."""
-        print(f"\n{title}\n", flush=True)
-        if not self.rows:
-            print("no rows")
-            return
-        names, *lines = cells_of(self.rows)
-        widths = [max(map(len, column)) for column in zip(names, *lines)]
-        for line in (names, *lines):
-            print("  ".join(map(str.ljust, line, widths)).rstrip())
-
 
 def print_lines(rows):
     """Prints rows as those of a table in RESULTS.md, with date, card and version."""
     known = {"date": datetime.date.today(), "card": CARD, "torch": torch.__version__}
-    names, *lines = cells_of([known | row for row in rows])
+    rows = [known | row for row in rows]
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[shown(row.get(name, "")) for name in names] for row in rows]
     print("\nfor tests/experiments/RESULTS.md:\n")
     for line in (names, ["---"] * len(names), *lines):
         print(f"| {' | '.join(line)} |")
-
-
-def cells_of(rows):
-    """Dicts -> lists of text: first the names of all columns, then the cells of each row."""
-    names = list(dict.fromkeys(name for row in rows for name in row))
-    return [names, *([shown(row.get(name, "")) for name in names] for row in rows)]
 
 
 def shown(cell):
