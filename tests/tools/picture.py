@@ -83,10 +83,8 @@ def drawn(rows):
 
     width = PROMPT + 4 * CELL + 124
     height = TOP + len(rows) * ROW
-    said = (
-        "Two sums with a right and a wrong answer. What the critic expects falls after the first "
-    )
-    said += "first wrong digit, and rises after the first right one."
+    said = "Two sums with a right and a wrong answer. What the critic expects falls after the first"
+    said += " wrong digit, and rises after the first right one."
     size = f'width="{round(1.5 * width)}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<title>{said}</title>'
     title = text(width / 2, 18, "expected points before each token; bars: the truth", "small")
