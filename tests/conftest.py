@@ -10,6 +10,8 @@ import types
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # nothing here may reach for a hub
 # models are so small that threads would only wait for each other
 os.environ["OMP_NUM_THREADS"] = "1"
+# sums in one order on all kinds of CPUs: some numbers were recorded on one with AVX2
+os.environ.setdefault("ATEN_CPU_CAPABILITY", "avx2")
 # tests compare what a CPU computes; of a GPU see test_device.py
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 

@@ -22,7 +22,28 @@ FILE = pathlib.Path(__file__).with_name("seconds.json")
 BUDGET = 440  # seconds of CPU; some 40 more pass outside of tests
 MUST_BUDGET = 200  # what MUST may take of them
 DEAR = 0.5  # seconds of CPU from which on a test stands in seconds.json
-MUST = {  # what must be shown each time -> how the names of its tests begin
+FORK = "test_a_fork_makes_the_numbers_of_its_flag["
+RANKS = "test_on_several_ranks[ppo_scenarios-"
+MUST = {  # what must be shown each time -> the file, and how the names of its tests begin
+    "FSDP, Ulysses": ("critic/test_layouts", "test_every_layout_makes_the_same_gradient[2"),
+    "tp, pp, cp": (
+        "critic/test_megatron_layouts",
+        "test_every_layout_makes_the_same_values_gradient_and_step[2-qwen2]",
+    ),
+    "PPO on two ranks": ("test_scenarios", f"{RANKS}golden fsdp 2]"),
+    "PPO with Megatron": ("test_scenarios", f"{RANKS}golden megatron tp 2]"),
+    "one step on one rank, on two": ("test_scenarios", f"{RANKS}one step on"),
+    "a run goes on": ("test_scenarios", f"{RANKS}fsdp 2 goes on, offloaded]"),
+    "SIGTERM": ("loop/test_ppo_loop", "test_sigterm_interrupts_a_phase"),
+    "Ctrl-C": ("runs/test_stops", "test_ctrl_c_in_the_loop_saves_the_state"),
+    "a rank fails": ("runs/test_ranks", "test_when_one_rank_fails"),
+    "README's first command": ("runs/test_readme", "test_command_runs[python critic_fsdp.py]"),
+    "fork sp3o": ("forks/test_forks", f"{FORK}sp3o]"),
+    "fork hl_gauss": ("forks/test_forks", f"{FORK}hl_gauss]"),
+    "fork evpo": ("forks/test_forks", f"{FORK}evpo]"),
+    "fork first_token_credit": ("forks/test_forks", f"{FORK}first token]"),
+    "fork sao": ("forks/test_forks", f"{FORK}sao]"),
+    "fork bpco": ("forks/test_forks", f"{FORK}bpco]"),
 }
 SPENT = []  # of the test that runs: (name of a scenario or None, seconds) of other processes
 
@@ -60,10 +81,15 @@ def known():
     return json.loads(FILE.read_text())
 
 
+def ids_of_must():
+    """What must be shown -> how the ids of its tests begin."""
+    return {what: f"tests/{file}.py::{name}" for what, (file, name) in MUST.items()}
+
+
 def choose(found, must=None, budget=BUDGET):
     """The tests of seconds.json that run by default -> (their ids, CPU seconds of all that runs, of
     these for what must run)."""
-    must = tuple(MUST.values() if must is None else must)
+    must = tuple(ids_of_must().values() if must is None else must)
     chosen, paid, total = set(), set(), sum(found["cheap"].values())
 
     def price(test):
@@ -186,10 +212,11 @@ def main():
         f"{len(chosen)} of {len(found['tests'])} dear tests and all cheap ones: {total:.0f} seconds"
         f" of {BUDGET}; {of_must:.0f} of {MUST_BUDGET} for what must run"
     )
-    for what, name in MUST.items():
-        tests = [test for test in found["tests"] if test.startswith(name)]
-        seconds = sum(found["tests"][test][0] for test in tests)
-        print(f"{what:32}{len(tests):4} {seconds:6.1f} s")
+    for what, name in ids_of_must().items():
+        tests = [x for test, x in found["tests"].items() if test.startswith(name)]
+        scenarios = {name for _, names in tests for name in names}
+        seconds = sum(x for x, _ in tests) + sum(found["scenarios"][name] for name in scenarios)
+        print(f"{what:32}{seconds:6.1f} s")
 
 
 if __name__ == "__main__":

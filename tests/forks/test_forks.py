@@ -109,8 +109,6 @@ RUNS["hl_gauss, PPO"] = (
     "hl_gauss.py ppo_loop",
     f"{PPO} {ON_MEGATRON} --critic.value-range -0.1 1.1",
 )
-SLOW = [name for name, (*_, flags) in RUNS.items() if PPO in flags]
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in RUNS]
 # what is compared, without what the clock or the rounding of a difference near 0 decides
 KEPT = """critic/vf_loss critic/vf_clipfrac critic/grad_norm critic/values_mean critic/returns_mean
     critic/helps actor/pg_loss actor/pg_outside actor/grad_norm reward/mean eval/explained_var
@@ -127,7 +125,7 @@ def numbers_of(folder):
     return [{name: line[name] for name in KEPT if name in line} for line in lines]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RUNS)
 def test_a_fork_makes_the_numbers_of_its_flag(name, tmp_path):
     ranks, _, fork, flags = RUNS[name]
     file, *script = fork.split()

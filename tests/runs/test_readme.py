@@ -402,7 +402,7 @@ def started(line, folder):
 
 @pytest.fixture(scope="module")
 def ppo(copy):
-    """Starts the longest command, which runs while others do."""
+    """Starts the longest command."""
     return started(LONGEST, copy)
 
 
@@ -514,9 +514,15 @@ def check_critic_on_gsm8k(copy, out):
     assert "800 held-out rows, 131,365 actions" in report
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("run", "vllm")])
-def test_command_runs(line, copy, ppo):
+@pytest.mark.parametrize(
+    "line",
+    [
+        pytest.param(line, marks=[pytest.mark.slow] * (line != START))
+        for kind, line in COMMANDS
+        if kind in ("run", "vllm")
+    ],
+)
+def test_command_runs(line, copy, request):
     """And what the pages say of its results is so."""
     if ("vllm", line) in COMMANDS and importlib.util.find_spec("vllm") is None:
         pytest.skip("vllm is not installed")
@@ -530,7 +536,9 @@ def test_command_runs(line, copy, ppo):
             [maker] = makers or [f"{START} --steps 9"]
             succeeded(ended(started(maker, copy)))
 
-    out = succeeded(ended(ppo if line == LONGEST else started(line, copy)))
+    # the longest one runs while others do
+    longest = None if line == START else request.getfixturevalue("ppo")
+    out = succeeded(ended(longest if line == LONGEST else started(line, copy)))
     assert out.splitlines()[-1].startswith("saved ")
 
     if "--score" in line:
