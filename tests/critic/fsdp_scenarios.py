@@ -21,7 +21,6 @@ from helpers import (
     refused,
 )
 from reference import plain_loop, whitened_by_hand
-from torch.distributed.fsdp import FSDPModule
 from transformers.models.qwen2 import modeling_qwen2
 
 import common
@@ -152,22 +151,6 @@ def gradients_of_bfloat16_are_reduced_in_float32(folder):
             worker.update_critic(mine(random_batch(16, vocab_size=60)))
         assert sent["reduce"] == {torch.float32}, (layout, sent)
         assert layout == "none" or torch.bfloat16 in sent["gather"], (layout, sent)
-
-
-@scenario(ranks=2)
-def gathered_weights_are_let_go(folder):
-    """After compute_values no rank holds more than its shards."""
-    batch = mine(random_batch(16, vocab_size=60))
-    worker = make()
-    modules = [m for m in worker.critic.model.modules() if isinstance(m, FSDPModule)]
-    worker.compute_values(batch)
-    assert len(modules) == 4 and all(
-        m._get_fsdp_state()._fsdp_param_group.is_sharded for m in modules
-    )
-    worker = make(strategy="fsdp1")
-    worker.compute_values(batch)
-    flat = [handle.flat_param for handle in worker.critic.model._all_handles]
-    assert len(flat) == 4 and all(x._full_param_padded.untyped_storage().size() == 0 for x in flat)
 
 
 class Pair(torch.optim.Optimizer):

@@ -39,7 +39,7 @@ def test_weights_that_stay_gathered_give_the_same_bits(dtype, monkeypatch):
         assert metrics["critic/grad_norm"] == others["critic/grad_norm"]
 
 
-def test_weights_are_gathered_once_for_each_mini_batch(monkeypatch):
+def test_weights_are_gathered_once_for_each_mini_batch_and_let_go(monkeypatch):
     critic = worker(**SIZES)
     gathers = []
     group = torch.distributed.fsdp._fully_shard._fsdp_param_group.FSDPParamGroup
@@ -58,7 +58,8 @@ def test_weights_are_gathered_once_for_each_mini_batch(monkeypatch):
     assert len(gathers) == 2 * len(set(gathers))  # two mini-batches
     gathers.clear()
     critic.compute_values(rows)
-    assert len(gathers) == len(set(gathers))
+    critic.compute_values(rows)
+    assert len(gathers) == 2 * len(set(gathers)) > 0
     end_groups()
 
 
