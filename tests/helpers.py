@@ -392,10 +392,8 @@ LAYOUTS = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")} | {
 BINS = {"fork": "hl_gauss", "value_head": "bounded"}
 VARIANTS = {
     "lora": {"lora_rank": 3, "lora_alpha": 6.0},
-    "hl_gauss": {**BINS, "value_range": (-1.5, 2.0)},
     "freeze": {"freeze_modules": r"embed_tokens|layers\.0\.(self_attn|mlp\.up)"},
     "bounded": {"value_head": "bounded", "value_range": (-1.5, 2.0)},
-    "places": {"fork": "sp3o", "of_fork": {"places": (0.0, 0.3, 0.9, 1.0)}},
     "noise": {"value_weights": "noise"},
 }
 

@@ -487,9 +487,7 @@ def test_an_automatic_budget_fills_the_memory_and_changes_no_update(gib, fields,
     assert 0.8 < (peak + state) / (gib * 2**30) < 0.91
 
 
-@pytest.mark.parametrize(
-    "fields", [VARIANTS["lora"], VARIANTS["hl_gauss"], {"param_dtype": "bfloat16"}]
-)
+@pytest.mark.parametrize("fields", [VARIANTS["lora"], {"param_dtype": "bfloat16"}])
 def test_shared_prompts_change_no_update(fields):
     """Two steps with and without sharing. For windows, soft caps and experts see
     test_layouts.py."""
@@ -556,7 +554,6 @@ def test_a_narrow_part_on_the_host_does_not_bring_the_rest():
     "strategy, variant",
     [
         *itertools.product(("fsdp2", "none"), ("", "lora")),
-        ("none", "hl_gauss"),
         pytest.param("fsdp1", "lora", marks=pytest.mark.slow),
     ],
 )

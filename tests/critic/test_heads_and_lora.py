@@ -1,5 +1,5 @@
-"""Bounded and categorical value heads, adapters and frozen weights: maths, layouts, checkpoints,
-exports."""
+"""Bounded heads, adapters, frozen weights and weighted losses: maths, layouts, checkpoints and
+exports. test_forks.py has other heads and losses."""
 
 import dataclasses
 import functools
@@ -11,6 +11,7 @@ import torch
 import transformers
 from forked import scenario
 from helpers import (
+    BINS,
     LAYOUTS,
     ROOT,
     VARIANTS,
@@ -35,7 +36,6 @@ from reference import (
     assert_agrees,
     check_export,
     clipped_loss,
-    plain_cross_entropy,
     plain_loop,
     save_model,
     values_by_hand,
@@ -48,7 +48,7 @@ from common import RANK, WORLD_SIZE, UserError
 from critic_fsdp import Config, Run
 
 LORA = {"lora_rank": 4}
-HL_GAUSS = VARIANTS["hl_gauss"]
+HL_GAUSS = {**BINS, "value_range": (-1.5, 2.0)}
 
 
 def one_gradient(model, start=None, **fields):
@@ -119,11 +119,7 @@ def reference(folder, result, variant):
     batch = dataclasses.replace(random_batch(12, seed=1), values=result["values"])
     value_of = values_by_hand(variant, (-1.5, 2.0))
     loss_of = lambda output, old, target: clipped_loss(value_of(output), old, target)
-    if variant == "hl_gauss":
-        loss_of = lambda logits, old, target: plain_cross_entropy(logits, target, -1.5, 2.0)
     values, losses = plain_loop(batch, outputs_of, value_of, loss_of)
-    if variant == "places":  # of L actions those at floor(p L), each once; for p = 1 the last
-        losses = [x[sorted({0, len(x) * 3 // 10, len(x) * 9 // 10, len(x) - 1})] for x in losses]
     if variant == "noise":  # (1 - p)^2 of each action
         weights_T = (1 - batch.rollout_log_probs.double().exp()) ** 2
         places = [of_row for of_row in actions_of(batch) if of_row]
@@ -148,7 +144,6 @@ def compare(result, expected, variant):
     gradients = {name: g for name, g in gradients.items() if trains(name, variant)}
     assert all(g.abs().max() > 0 for g in gradients.values())
     error = assert_agrees(variant, result, values, loss, gradients)
-    assert variant != "hl_gauss" or result["metrics"]["critic/vf_clipfrac"] == 0
     for name, x in result["after"].items():
         assert torch.equal(x, result["weights"][name]) != trains(name, variant), name
     return error
@@ -178,10 +173,8 @@ def test_every_layout_makes_the_gradient_of_a_plain_loop(ranks, variant):
 # for each variant, a field that makes it another model
 ANOTHER = {
     "lora": {"lora_alpha": 7.0},
-    "hl_gauss": {"value_range": (0.0, 1.0)},
     "freeze": {"freeze_modules": "norm"},
     "bounded": {"value_range": (0.0, 1.0)},
-    "places": {"freeze_modules": "up"},
     "noise": {"freeze_modules": "up"},
 }
 
@@ -255,7 +248,7 @@ def test_frozen_weights_are_held_in_the_dtype_of_products(variant, strategy, tmp
 
 @pytest.mark.parametrize("variant, strategy", [
     *itertools.product(("lora", "freeze"), ("fsdp1", "none")), ("lora", "fsdp2"),
-    ("hl_gauss", "none")
+    ("bounded", "none"),
 ])  # fmt: skip
 def test_bfloat16_trains_and_counts_its_flops(variant, strategy, monkeypatch):
     """Gradients are close to those in float32. MFU does not count gradients of frozen weights."""
