@@ -86,7 +86,7 @@ def it_does_not_matter_who_has_a_row(folder):
     for fields in (
         {},
         {"ulysses_size": 2, "shuffle": False},
-        {"strategy": "none", "fork": "sp3o", "value_weights": "noise"},
+        {"strategy": "none", "value_weights": "noise"},
     ):
         seen = []
         for cut in (4, 0, 13):  # some, none and all of the rows are on the last rank
