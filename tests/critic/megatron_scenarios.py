@@ -34,12 +34,6 @@ FROZEN = {
     "gradient_checkpointing": True,
     "freeze_modules": "embed|self_attn|gate_|up_",
 }
-PLACES = {
-    **FOUR_LAYERS,
-    "value_weights": "noise",
-    "fork": "sp3o",
-    "of_fork": {"places": (0.2, 0.7)},
-}
 MISTRAL = {
     "model": "tiny-mistral",
     "override_config": '{"num_hidden_layers": 4, "sliding_window": 8}',
@@ -63,6 +57,7 @@ FOLDERS = {  # models without a preset, saved in models/ -> changes to tiny-qwen
 }
 CORRECTION = "layers.1.mlp.gate.e_score_correction_bias"  # of GLM's router
 BFLOAT16 = {"param_dtype": "bfloat16"}
+NOISE = {**FOUR_LAYERS, "value_weights": "noise"}
 HL_GAUSS = {**helpers.BINS, "value_range": (-3.0, 3.0)}
 BOUNDED = {"value_head": "bounded", "value_range": (-3.0, 3.0)}
 LR = 1e-3
@@ -135,10 +130,10 @@ FSDP2 = {"strategy": "fsdp2"}
 FSDP = {name: {"strategy": name} for name in ("fsdp2", "fsdp1", "none")}
 FSDP["ulysses"] = {**FSDP2, "ulysses_size": 2}
 SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layouts that resume it}
-    "llama": ({"model": "tiny-llama", **PLACES}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
+    "llama": ({"model": "tiny-llama", **NOISE}, 1, {"strategy": "none"}, {2: [{PP: 2, VPP: 2}]}),
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
-    "qwen2, fsdp1": (HL_GAUSS, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
+    "qwen2, fsdp1": ({}, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
     "frozen": (FROZEN, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "frozen router": ({**MOE, "freeze_modules": r"mlp\.gate\."}, 2, FSDP2, {2: [{EP: 2}]}),
     "mixtral": ({"model": "models/mixtral"}, 2, FSDP2, {2: [{EP: 2}]}),
