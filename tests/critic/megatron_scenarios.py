@@ -29,15 +29,8 @@ TP, PP, EP, CP = (
 ETP = "expert_tensor_parallel_size"
 VPP = "virtual_pipeline_model_parallel_size"
 FOUR_LAYERS = {"override_config": '{"num_hidden_layers": 4}'}
-FROZEN = {
-    **FOUR_LAYERS,
-    "gradient_checkpointing": True,
-    "freeze_modules": "embed|self_attn|gate_|up_",
-}
-MISTRAL = {
-    "model": "tiny-mistral",
-    "override_config": '{"num_hidden_layers": 4, "sliding_window": 8}',
-}
+FROZEN = {"gradient_checkpointing": True, "freeze_modules": "embed|self_attn|gate_|up_"}
+WINDOW = {"override_config": '{"num_hidden_layers": 4, "sliding_window": 8}'}
 MOE = {"model": "tiny-qwen3-moe"}
 FOLDERS = {  # models without a preset, saved in models/ -> changes to tiny-qwen2
     "mixtral": {"num_local_experts": 4},
@@ -79,21 +72,13 @@ def rows(seed, n=16):
     return mine(random_batch(n, seed))
 
 
-def shards(worker):
-    """Copies of all state on this rank that a step changes: weights, masters, moments and step
-    counts."""
-    if not isinstance(worker, cm.CriticWorker):
-        return {
-            f"{kind} {n}": x for kind, whole in wholes(worker).items() for n, x in whole.items()
-        }
-    found = {}
-    for i, module in enumerate(worker.critic.modules):
-        found |= {f"{i} {name}": p for name, p in module.named_parameters()}
-    for i, optimizer in enumerate(worker.critic.optimizers):
-        for j, p in enumerate(optimizer.get_parameters()):
-            found[f"{i} {j} master"] = p
-            found |= {f"{i} {j} {kind}": x for kind, x in optimizer.optimizer.state[p].items()}
-    return {name: x.detach().clone() for name, x in found.items()}
+def state_of(worker):
+    """All that a step changes, whole: float32 weights, moments, and weights as the forward uses
+    them (a collective)."""
+    parts = wholes(worker)
+    if isinstance(worker, cm.CriticWorker):
+        parts["computed"] = computed(worker)
+    return {f"{kind} {n}": x for kind, whole in parts.items() for n, x in whole.items()}
 
 
 def wholes(worker):
@@ -134,7 +119,7 @@ SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layo
     "qwen3, hl_gauss": ({"model": "tiny-qwen3", **HL_GAUSS}, 1, FSDP2, {2: [{TP: 2}, {CP: 2}]}),
     "qwen2, bounded": (BOUNDED, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "qwen2, fsdp1": ({}, 2, {"strategy": "fsdp1"}, {2: [{PP: 2}]}),
-    "frozen": (FROZEN, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
+    "frozen": ({**FOUR_LAYERS, **FROZEN}, 2, FSDP2, {2: [{TP: 2}, {PP: 2}]}),
     "frozen router": ({**MOE, "freeze_modules": r"mlp\.gate\."}, 2, FSDP2, {2: [{EP: 2}]}),
     "mixtral": ({"model": "models/mixtral"}, 2, FSDP2, {2: [{EP: 2}]}),
     "qwen2-moe": ({"model": "models/qwen2-moe"}, 2, FSDP2, {2: [{TP: 2}]}),
@@ -193,7 +178,7 @@ EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide 
         "hl_gauss": {PP: 2, **HL_GAUSS},
     },
     4: {
-        "tp 2 pp 2": {TP: 2, PP: 2, **MISTRAL},
+        "tp 2 pp 2": {TP: 2, PP: 2, "model": "tiny-mistral", **WINDOW},
         "gpt-oss on 4": {TP: 2, EP: 2, ETP: 1, "model": "models/gpt-oss"},
     },
 }
@@ -376,7 +361,7 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     fresh.save_checkpoint(folder / "fresh")
     other.load_checkpoint(str(folder / "fresh"))  # its moments are replaced by none
     assert of_critic(other.update_critic(rows(0))) == of_critic(fresh.update_critic(rows(0)))
-    assert_same(shards(other), shards(fresh), name)
+    assert_same(state_of(other), state_of(fresh), name)
 
 
 @scenario(ranks=1, fresh=True, slow=True)
@@ -475,7 +460,7 @@ def offload_changes_nothing(folder):
     for fields in ({TP: 2}, {EP: 2, **BFLOAT16, **MOE}):
         stays = make(**fields)
         expected = [of_critic(stays.update_critic(rows(seed))) for seed in range(3)]
-        state = shards(stays)
+        state = state_of(stays)
         values = stays.compute_values(rows(0))
         moves = make(**fields)
         for seed in range(3):
@@ -493,7 +478,7 @@ def offload_changes_nothing(folder):
             for buffer in buffers:
                 buffer.grad_data.fill_(math.nan)
         assert torch.equal(moves.compute_values(rows(0)), values), fields
-        assert_same(shards(moves), state, fields)
+        assert_same(state_of(moves), state, fields)
 
 
 @scenario(ranks=(1, 2), slow=True)
@@ -531,7 +516,7 @@ def what_is_not_finite_skips_the_step(folder):
         whole = random_batch(16, 1, idle=False)
         for one in (worker, clean):  # so that there are moments
             one.update_critic(mine(whole.select(range(8))))
-        before = shards(worker)
+        before = state_of(worker)
         spoilt = dataclasses.replace(whole, returns=whole.returns.clone())
         last = spoilt.token_index([3])[-1]  # an action of rank 1
         faults = [("gradient", math.inf), ("gradient", math.nan)] * (name not in FSDP)
@@ -549,13 +534,13 @@ def what_is_not_finite_skips_the_step(folder):
                 metrics["critic/vf_loss"]
             ), what
             assert counters(worker)[:2] == [1 + updates, 1], what
-            assert_same(shards(worker), before, what)
+            assert_same(state_of(worker), before, what)
         metrics = worker.update_critic(mine(spoilt))
         assert metrics["critic/skipped_steps"] == 1 and counters(worker)[1] == 2, name
         expected = clean.update_critic(mine(whole.select(range(8, 16))))
         for key in ("critic/vf_loss", "critic/grad_norm", "critic/lr"):
             assert metrics[key] == expected[key], (name, key)
-        assert_same(shards(worker), shards(clean), name)
+        assert_same(state_of(worker), state_of(clean), name)
         # now the second mini-batch is bad, and the rate that of the first
         spoilt.row_id = 15 - spoilt.row_id
         assert worker.update_critic(mine(spoilt))["critic/lr"] == LR, name
