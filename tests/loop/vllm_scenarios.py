@@ -152,6 +152,15 @@ def the_correction_of_a_router_arrives(folder):
     torch.testing.assert_close(log_probs_T, batch.rollout_log_probs, rtol=0, atol=1e-4)
 
 
+def adapters(folder):
+    """The engine gets merged weights of an actor that shares its base with the critic."""
+    flags = "--actor.lora-rank 8 --actor.lr 1e-3 --critic.lora-rank 4 --share-base"
+    ppo_scenarios.toy(folder, "adapters", *VLLM, *flags.split())
+    ppo_scenarios.assert_close_runs([], folder / "adapters")
+    steps = ppo_scenarios.steps_of(folder / "adapters")
+    assert len(steps) == 4 and steps[-1]["kl/reference"] > 1e-3
+
+
 def played(engine, mine):
     """Rows of a multi-turn roll_out, like replies of an engine, with log-probs of 1 for what the
     environment says; and how often it was asked. Row i gets i % 5 observations, unless it reaches
@@ -427,10 +436,10 @@ def scores(folder):
     batch = helpers.random_batch(8, longest=300, prompts=3)
     acts = batch.response_mask
     centres = torch.tensor([-2 + 5 * (i + 0.5) / 51 for i in range(51)])
+    kinds = "tiny-qwen3-moe tiny-qwen3 tiny-llama tiny-mistral tiny-gemma2"  # the mixture first
     only = lambda x_TN: x_TN[:, 0]
     cases = [
-        ("tiny-qwen3-moe", "scalar", only),  # the mixture first
-        ("tiny-gemma2", "scalar", only),
+        *((kind, "scalar", only) for kind in kinds.split()),
         ("tiny-qwen2", "bounded", lambda x_TN: -2 + 5 * (0.5 + only(x_TN).atan() / torch.pi)),
         ("tiny-qwen2", "hl_gauss", lambda x_TN: x_TN @ centres),
         ("tiny-qwen2", "scalar", only),
@@ -586,6 +595,7 @@ LAUNCHES = [
     ("start", 1, start, (), ()),
     *((f"golden {x}", n, golden, (x, *flags), ("start",)) for x, (n, flags) in GOLDEN.items()),
     ("golden runs agree", 1, golden_runs_agree, (), [f"golden {x}" for x in GOLDEN]),
+    ("adapters with vllm", 1, adapters, (), ("start",)),
     ("warms up asleep", 1, warms_up_asleep, (), ("start",)),
     ("episodes with vllm", 1, episodes, (), ("start",)),
     ("goes on, offloaded", 1, goes_on, (), ("golden vllm 1",)),
