@@ -148,7 +148,7 @@ def ablations(
             {"digits": digits, "notes": notes}[task].prepare(out / f"task, {seed}", seed)
 
     def pretrain(seed, asked):
-        return digits.pretrain(out / f"task, {seed}", seed, 8 * max(asked, 1))
+        return digits.pretrain(out / f"task, {seed}", seed, 8 * asked)
 
     compare(out, recipes, flags, all_seeds, steps, pretrain, jobs, only)
 

@@ -20,9 +20,8 @@ from typing import NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
-import tyro
 from helpers import common
-from series import told
+from series import start, told
 from tools import search
 
 import ppo_loop
@@ -159,15 +158,11 @@ def tell(ways):
         print(f"| {name} | {told(rewards_P)} | {more} | {costs} |")
 
 
-def start():
-    decoding, flags = tyro.cli(Decoding, description=__doc__, return_unknown_args=True)
+def main(decoding, flags):
     folders = ["--actor.model", decoding.policy, "--critic.model", decoding.critic]
-    try:
-        # it writes nothing, so its models may be in any other folder
-        tell(compare(decoding, ppo_loop.parse(["--out-dir", "out/decoding", *flags, *folders])))
-    finally:
-        ppo_loop.end_workers()
+    # it writes nothing, so its models may be in any other folder
+    tell(compare(decoding, ppo_loop.parse(["--out-dir", "out/decoding", *flags, *folders])))
 
 
 if __name__ == "__main__":
-    common.launch(start)
+    start(Decoding, main, __doc__)

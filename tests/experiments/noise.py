@@ -22,8 +22,8 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
 import torch
 import truth as truths
-import tyro
 from helpers import common
+from series import start
 from truth import LAMBDAS, Table, Truth, advantages_of, ask, lines_of, told_number
 
 import ppo_loop
@@ -275,14 +275,5 @@ def measure(table, gram_AA, found, wrong):
     return told
 
 
-def start():
-    """Runs main with the flags of the command line, and leaves no worker process behind."""
-    noise, flags = tyro.cli(Noise, description=__doc__, return_unknown_args=True)
-    try:
-        main(noise, flags)
-    finally:
-        ppo_loop.end_workers()
-
-
 if __name__ == "__main__":
-    common.launch(start)
+    start(Noise, main, __doc__)

@@ -15,8 +15,8 @@ from typing import Literal
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import rooms  # noqa: F401  # finds modules of the other rooms
 import torch
-import tyro
 from helpers import common
+from series import start
 from truth import next_log_probs, right_answer
 
 import ppo_loop
@@ -112,14 +112,5 @@ def true_values(oracle, loop, replies):
     return torch.tensor(values_T), torch.tensor(b_T)
 
 
-def start():
-    """Runs main with the flags of the command line, and leaves no worker process behind."""
-    oracle, flags = tyro.cli(Oracle, description=__doc__, return_unknown_args=True)
-    try:
-        main(oracle, flags)
-    finally:
-        ppo_loop.end_workers()
-
-
 if __name__ == "__main__":
-    common.launch(start)
+    start(Oracle, main, __doc__)

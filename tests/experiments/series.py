@@ -1,4 +1,5 @@
-"""What the experiments share: runs that are made once, and the table of recipes of PPO."""
+"""What the experiments share: their command line, runs that are made once, and the table of recipes
+of PPO."""
 
 import itertools
 import os
@@ -8,9 +9,26 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
+import tyro
 from helpers import ROOT, common
 from matplotlib.figure import Figure
 from tqdm import tqdm
+
+import ppo_loop
+
+
+def start(kind, main, description):
+    """Runs main(what is asked, flags of ppo_loop.py) with the command line, and leaves no worker
+    process behind."""
+
+    def run():
+        asked, flags = tyro.cli(kind, description=description, return_unknown_args=True)
+        try:
+            main(asked, flags)
+        finally:
+            ppo_loop.end_workers()
+
+    common.launch(run)
 
 
 def script_of(flags, usual):
@@ -58,10 +76,11 @@ def compare(out, recipes, flags, seeds, steps, pretrain=None, jobs=1, only=(), *
     in which the policy stood still."""
     first = next(iter(recipes))
     recipes = {name: recipes[name] for name in only or recipes}
-    asked = {name: steps // 8 * ("{pretrained}" in own) for name, own in recipes.items()}
+    eighth = max(1, steps // 8)
+    asked = {name: eighth * ("{pretrained}" in own) for name, own in recipes.items()}
     before = {}
     if any(asked.values()):
-        before = {seed: pretrain(seed, steps // 8) for seed in seeds}
+        before = {seed: pretrain(seed, eighth) for seed in seeds}
 
     def run(name, seed):
         script, own = script_of(recipes[name], "ppo_loop.py")

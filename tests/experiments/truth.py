@@ -32,8 +32,8 @@ import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
 import torch
 import torch.distributed as dist
-import tyro
 from helpers import common, critic_fsdp, forked_critic
+from series import start
 from torch.nn.utils.rnn import pad_sequence
 
 import ppo_loop
@@ -830,14 +830,5 @@ def tell_places(table, name, guess):
         print(f"| {place} | {chosen.sum()} | {spread} | {' | '.join(cells)} |")
 
 
-def start():
-    """Runs main with the flags of the command line, and leaves no worker process behind."""
-    truth, flags = tyro.cli(Truth, description=__doc__, return_unknown_args=True)
-    try:
-        main(truth, flags)
-    finally:
-        ppo_loop.end_workers()
-
-
 if __name__ == "__main__":
-    common.launch(start)
+    start(Truth, main, __doc__)
