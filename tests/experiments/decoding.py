@@ -20,9 +20,9 @@ from typing import NamedTuple
 sys.path.insert(0, str(pathlib.Path(__file__).resolve().parents[1]))
 import rooms  # noqa: F401  # finds modules of the other rooms
 import numpy as np
+import search
 from helpers import common
 from series import start, told
-from tools import search
 
 import ppo_loop
 
