@@ -6,10 +6,10 @@ memory. As there is no CUDA kernel for it, torch calls `kernel`, below autograd 
 refuses what a device refuses, computes on the CPU and turns the result into a device tensor. What a
 script sees:
 
-mixing device tensors with host tensors or a host generator is an error, and so is using freed
-memory memory that has not been written yet is NaN a non-blocking copy to pinned memory arrives when
-the host waits; until then the memory is NaN
-WAITS counts where the host waits for the device: (what, line of a script) -> times
+- To mix device tensors with host tensors or a host generator is an error, and so is to use memory
+  that was freed. Memory that has not been written yet is NaN.
+- A non-blocking copy to pinned memory arrives when the host waits; until then the memory is NaN.
+- WAITS counts where the host waits for the device: (what, line of a script) -> times.
 
 A process has one device with one stream; collectives use gloo. It shows nothing about speed, the
 order of several streams, real kernels, or NCCL. Indices into tables of C++ methods are those of
@@ -94,9 +94,8 @@ def to_host(x):
     storage = x.untyped_storage()
     if storage._cdata in freed and x.numel():
         raise RuntimeError(f"the memory of {tuple(x.shape)} {x.dtype} was freed")
-    memory = torch._C._construct_storage_from_data_pointer(
-        storage.data_ptr(), HOST, nbytes(storage)
-    )
+    make = torch._C._construct_storage_from_data_pointer
+    memory = make(storage.data_ptr(), HOST, nbytes(storage))
     return torch.empty(0, dtype=x.dtype).set_(memory, x.storage_offset(), x.shape, x.stride())
 
 
@@ -104,9 +103,8 @@ def view(x, like):
     """A view of x's storage with the dtype, shape, strides and offset of a host tensor."""
     out = x.detach()
     if x.dtype != like.dtype:
-        out = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0).view(
-            like.dtype
-        )
+        whole = out.as_strided_((nbytes(x.untyped_storage()) // x.itemsize,), (1,), 0)
+        out = whole.view(like.dtype)
     return out.as_strided_(like.shape, like.stride(), like.storage_offset())
 
 
@@ -163,17 +161,9 @@ def pinning(make):
 
 # operations whose result the host must know; with indices; that accept numbers (0-dim tensors) on
 # the host
-ASKS = (
-    "_local_scalar_dense nonzero masked_select equal _unique2 unique_dim unique_consecutive".split()
-)
-INDEXES = (
-    "index",
-    "index_put",
-    "index_put_",
-    "_index_put_impl_",
-    "_unsafe_index",
-    "_unsafe_index_put",
-)
+ASKS = "_local_scalar_dense nonzero masked_select equal _unique2 unique_dim unique_consecutive"
+ASKS = ASKS.split()
+INDEXES = "index index_put index_put_ _index_put_impl_ _unsafe_index _unsafe_index_put".split()
 NUMBERS = ("_foreach", "_fused", "index_put", "_index_put", "fill_", "masked_fill", "where")
 
 
@@ -185,10 +175,8 @@ def kernel(op, *args, **kwargs):
     numbers = torch.Tag.pointwise in op.tags or name.startswith(NUMBERS)
     for x in tensors:
         if not (x.is_cuda or any(x is i for i in indices) or (numbers and x.dim() == 0)):
-            words = f"{op} got {tuple(x.shape)} {x.dtype} on the host"
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, cuda:0, but {words}"
-            )
+            words = f"Expected all tensors to be on the same device, cuda:0, but {op} got"
+            raise RuntimeError(f"{words} {tuple(x.shape)} {x.dtype} on the host")
     counted = name == "repeat_interleave" and kwargs.get("output_size") is None
     if name in ASKS or counted or any(x.dtype == torch.bool or not x.is_cuda for x in indices):
         wait(name)
@@ -290,23 +278,22 @@ def sdpa(q, k, v, mask=None, dropout=0.0, causal=False, *, scale=None, enable_gq
 def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, right):
     """Attention of packed rows (T,H,D), aligned at the end -> [out, logsumexp], or the
     gradients."""
-    assert (
-        q.dtype == k.dtype == v.dtype == torch.bfloat16 and cu_q.dtype == cu_k.dtype == torch.int32
-    )
-    assert q.shape[-1] % 8 == 0 and all(
-        x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k)
-    )
+    assert q.dtype == k.dtype == v.dtype == torch.bfloat16
+    assert cu_q.dtype == cu_k.dtype == torch.int32
+    assert all(x.is_cuda and x.stride(-1) == 1 for x in (q, k, v, cu_q, cu_k))
+    assert q.shape[-1] % 8 == 0
     assert isinstance(longest_q, int) and isinstance(longest_k, int) and (causal or right == 0)
 
     q, k, v, cu_q, cu_k = map(to_host, (q, k, v, cu_q, cu_k))
     assert (len(q), len(k)) == (cu_q[-1], cu_k[-1]) and cu_q.diff().max() <= longest_q
-    (row_q, to_end_q), (row_k, to_end_k) = (
-        (
-            row := torch.searchsorted(cu[1:], place := torch.arange(cu[-1]), right=True),
-            cu[1:][row] - place,
-        )
-        for cu in (cu_q, cu_k)
-    )
+
+    def rows_of(cu):
+        """(row, distance to its end) of each token."""
+        place = torch.arange(cu[-1])
+        row = torch.searchsorted(cu[1:], place, right=True)
+        return row, cu[1:][row] - place
+
+    (row_q, to_end_q), (row_k, to_end_k) = rows_of(cu_q), rows_of(cu_k)
     back = to_end_k - to_end_q[:, None]  # distance from a query back to a key
     seen = (row_q[:, None] == row_k) & (back >= 0) & ((back <= left) | (left is None or left < 0))
     groups = q.shape[1] // k.shape[1]
@@ -316,19 +303,14 @@ def flash(grad, q, k, v, cu_q, cu_k, longest_q, longest_k, causal, scale, left, 
     scores = (q_ @ k_.mT * scale).masked_fill(~seen, -torch.inf)
     p = scores.softmax(-1)
 
+    back_there = lambda x: to_device(x.transpose(0, 1).to(q.dtype).contiguous())
     if grad is None:
-        return to_device((p @ v_).transpose(0, 1).to(q.dtype).contiguous()), to_device(
-            scores.logsumexp(-1)
-        )
+        return back_there(p @ v_), to_device(scores.logsumexp(-1))
 
     g = to_host(grad).transpose(0, 1).float()
     of_scores = p * (g @ v_.mT - (g * (p @ v_)).sum(-1, keepdim=True)) * scale
-    of_k, of_v = (
-        (x.mT @ y).unflatten(0, (-1, groups)).sum(1) for x, y in ((of_scores, q_), (p, g))
-    )
-    return [
-        to_device(x.transpose(0, 1).to(q.dtype).contiguous()) for x in (of_scores @ k_, of_k, of_v)
-    ]
+    of_heads = lambda x: x.unflatten(0, (-1, groups)).sum(1)
+    return [*map(back_there, (of_scores @ k_, of_heads(of_scores.mT @ q_), of_heads(p.mT @ g)))]
 
 
 def flash_forward(*args, scale=None, window_size_left=None, window_size_right=None, **_):
@@ -491,24 +473,23 @@ def install():
         "get_device_name": "H100",
     }  # fmt: skip
     answers = {name: lambda *_, x=x, **__: x for name, x in says.items()}
-    answers |= {"memory_allocated": allocated, "memory_reserved": allocated}
-    answers |= {"max_memory_allocated": lambda *_: used["peak"]}
-    answers["host_memory_stats"] = lambda: dict(pins)
-    answers["mem_get_info"] = lambda *_: (MEMORY - allocated(), MEMORY)
-    answers["reset_peak_memory_stats"] = lambda *_: used.update(peak=used["now"])
     answers |= {
+        "memory_allocated": allocated,
+        "memory_reserved": allocated,
+        "max_memory_allocated": lambda *_: used["peak"],
+        "host_memory_stats": lambda: dict(pins),
+        "mem_get_info": lambda *_: (MEMORY - allocated(), MEMORY),
+        "reset_peak_memory_stats": lambda *_: used.update(peak=used["now"]),
         "get_rng_state": lambda *_, **__: RANDOM.get_state(),
-        "manual_seed": RANDOM.manual_seed,
-    }
-    answers |= {
         "set_rng_state": lambda x, *_, **__: RANDOM.set_state(x),
-        "stream": lambda s: s or stream,
-    }
-    answers |= {"manual_seed_all": RANDOM.manual_seed, "synchronize": stream.synchronize}
-    answers |= {"Stream": Stream, "Event": Stream}
-    answers |= {
+        "manual_seed": RANDOM.manual_seed,
+        "manual_seed_all": RANDOM.manual_seed,
         "default_generators": (RANDOM,),
         "set_device": lambda _: THREADS.add(threading.get_ident()),
+        "stream": lambda s: s or stream,
+        "synchronize": stream.synchronize,
+        "Stream": Stream,
+        "Event": Stream,
     }
     for module in (cuda, cuda.memory, cuda.random, torch.accelerator, torch.accelerator.memory):
         for name, x in answers.items():
