@@ -209,21 +209,13 @@ def run_fsdp(out):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(critic_fsdp.dcp, "save", save)
+        fields = {"ppo_max_token_len_per_gpu": "auto:0.01", "ppo_mini_batch_size": 16}
+        options = {"async_save": True, "save_every": 1, "out_dir": str(out / "fsdp")}
         for steps, resume in ((2, None), (3, "auto")):
-            config = critic_fsdp.Config(
-                ppo_max_token_len_per_gpu="auto:0.01", ppo_mini_batch_size=16
-            )
-            options = {
-                "async_save": True,
-                "save_every": 1,
-                "resume": resume,
-                "out_dir": str(out / "fsdp"),
-            }
-            critic_fsdp.main(critic_fsdp.Run(config, steps=steps, **options))
-    said = [
-        row for row in common.read_lines(out / "fsdp" / "metrics.jsonl") if "critic/vf_loss" in row
-    ]
-    assert [row["step"] for row in said] == [1, 2, 3]
+            config = critic_fsdp.Config(**fields)
+            critic_fsdp.main(critic_fsdp.Run(config, steps=steps, resume=resume, **options))
+    rows = common.read_lines(out / "fsdp" / "metrics.jsonl")
+    assert [row["step"] for row in rows if "critic/vf_loss" in row] == [1, 2, 3]
 
 
 def resume_in_megatron(out):
@@ -243,10 +235,8 @@ def run_ppo(out):
     model."""
     import ppo_loop
 
-    flags = (
-        "--offload --kl-coef 0.01 --steps 2 --train-batch-size 8 --rollout-n 2 --supervised-steps 2"
-    )
-    flags += f" --eval-every 0 --critic.ppo-mini-batch-size 8 --out-dir {out / 'ppo'}"
+    flags = "--offload --kl-coef 0.01 --steps 2 --train-batch-size 8 --rollout-n 2 --eval-every 0"
+    flags += f" --supervised-steps 2 --critic.ppo-mini-batch-size 8 --out-dir {out / 'ppo'}"
     if common.WORLD_SIZE == 1:
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
     ppo_loop.main(ppo_loop.parse(flags.split()))
@@ -292,13 +282,9 @@ def offloaded_vllm(out):
             replies = self.inner.generate(rows, params[0].temperature) if rows else []
             for (prompt, _, _), (ids, log_probs, stops) in zip(rows, replies):
                 seen = [{i: types.SimpleNamespace(logprob=x)} for i, x in zip(ids, log_probs)]
-                reply = {
-                    "token_ids": ids,
-                    "logprobs": seen,
-                    "finish_reason": "stop" if stops else "length",
-                }
-                outputs = [types.SimpleNamespace(**reply)]
-                yield types.SimpleNamespace(prompt_token_ids=prompt, outputs=outputs)
+                why = "stop" if stops else "length"
+                reply = types.SimpleNamespace(token_ids=ids, logprobs=seen, finish_reason=why)
+                yield types.SimpleNamespace(prompt_token_ids=prompt, outputs=[reply])
 
         apply_model = reset_prefix_cache = lambda *_: None
 
@@ -322,36 +308,36 @@ def offloaded_vllm(out):
         flags = "--offload --rollout vllm --kl-coef 0.01 --steps 2 --train-batch-size 8"
         flags += f" --supervised-steps 2 --critic.ppo-mini-batch-size 8 --out-dir {out / 'vllm'}"
         flags += f" --reward-model {out / 'fsdp' / 'hf'}"
-        ppo_loop.main(
-            ppo_loop.parse([*flags.split(), "--actor.override-config", '{"num_hidden_layers":1}'])
-        )
+        flags += ' --actor.override-config {"num_hidden_layers":1}'
+        ppo_loop.main(ppo_loop.parse(flags.split()))
     saved = load_file(out / "vllm" / "hf" / "model.safetensors")
     return {"events": events, "weights": 4 * sum(x.numel() for x in saved.values())}
 
 
 def actor_and_rollout(out):
-    """Where the actor waits in both of its calls, and how often a rollout waits at two response
+    """How often the actor waits in both of its calls, and a rollout at two response
     lengths."""
     import ppo_loop
 
     flags = f"--critic.model tiny-qwen2 --actor.ppo-mini-batch-size 3 --out-dir {out / 'actor'}"
-    run, task = ppo_loop.set_up(
-        ppo_loop.parse([*flags.split(), "--actor.ppo-max-token-len-per-gpu", "60"])
-    )
+    flags += " --actor.ppo-max-token-len-per-gpu 60"
+    run, task = ppo_loop.set_up(ppo_loop.parse(flags.split()))
     actor = ppo_loop.PolicyWorker(run, task, torch.device("cuda"))
     rows = dataclasses.replace(BATCH, advantages=BATCH.returns, rollout_log_probs=BATCH.values)
-    found = {}
-    device.WAITS.clear()
-    rows.old_log_probs = rows.ref_log_probs = actor.compute_log_probs(rows)
-    found["log-probs"] = dict(device.WAITS)
-    device.WAITS.clear()
-    actor.update_policy(rows)
-    found["update"] = dict(device.WAITS)
+
+    def waits(function, *args):
+        device.WAITS.clear()
+        result = function(*args)
+        return result, device.WAITS.total()
+
+    old, log_probs = waits(actor.compute_log_probs, rows)
+    rows.old_log_probs = rows.ref_log_probs = old
+    _, update = waits(actor.update_policy, rows)
+    found = {"log-probs": log_probs, "update": update}
     engine = ppo_loop.HFRollout(run, task, torch.device("cuda"))
     for length in (4, 8):
-        device.WAITS.clear()
-        engine.generate([(prompt.ids, 0, length) for prompt in task.prompts[:3]], 0.0)
-        found[length] = device.WAITS.total()
+        asked = [(prompt.ids, 0, length) for prompt in task.prompts[:3]]
+        _, found[length] = waits(engine.generate, asked, 0.0)
     return found
 
 
@@ -368,14 +354,13 @@ def one_base(out):
             flags += f" --reward {helpers.ROOT}/tests/loop/rewards.py:right_digits"
             ppo_loop.main(ppo_loop.parse([*flags.split(), "--out-dir", str(folder)]))
             rows = common.read_lines(folder / "metrics.jsonl")
-            passing = ("time/", "perf/", "memory/")
-            metrics.append(
-                [{k: x for k, x in row.items() if not k.startswith(passing)} for row in rows]
-            )
+            lasting = lambda row: {k: x for k, x in row.items() if not k.startswith(PASSING)}
+            metrics.append([*map(lasting, rows)])
         assert metrics[0] == metrics[1], way
         assert metrics[0][-1]["step"] == 3 and metrics[0][-2]["critic/grad_norm"] > 0
 
 
+PASSING = ("time/", "perf/", "memory/")  # metrics that differ between equal runs
 LORA = "--actor.lora-rank 2 --critic.lora-rank 2"
 WAYS = {
     "all weights": "",
@@ -470,12 +455,7 @@ def of_device(ranks, name):
 @pytest.fixture(scope="module")
 def host():
     """(model, frozen weights) -> what FSDP learns on the host."""
-    cases = (
-        ("tiny-qwen2", None),
-        ("tiny-qwen2", "norm"),
-        ("tiny-qwen3-moe", None),
-        (DEEPSEEK, None),
-    )
+    cases = [("tiny-qwen2", "norm"), *((x, None) for x in ("tiny-qwen2", MOE["model"], DEEPSEEK))]
     return {case: learned(made("", dict(zip(("model", "freeze_modules"), case)))) for case in cases}
 
 
@@ -493,9 +473,8 @@ def test_a_layout_learns_what_the_host_learns(ranks, name, host):
     for x, y, most in zip(ours["values"], expected["values"], largest, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=most)
     for key in ("critic/vf_loss", "critic/grad_norm"):
-        assert ours["metrics"][key] == pytest.approx(
-            expected["metrics"][key], rel=1e-4 if exact else 0.1
-        )
+        theirs = pytest.approx(expected["metrics"][key], rel=1e-4 if exact else 0.1)
+        assert ours["metrics"][key] == theirs
 
 
 THEIRS = {  # layout -> where a library waits: what for, part of the script's line
@@ -527,7 +506,7 @@ def test_the_host_does_not_wait_for_micro_batches(ranks, name):
 def test_the_actor_waits_as_the_critic_does_and_a_rollout_once_a_token():
     """The loop of tokens asks after each one which rows have ended."""
     waits = of_device(1, "actor_and_rollout")
-    assert (sum(waits["log-probs"].values()), sum(waits["update"].values())) == (1, 3)
+    assert (waits["log-probs"], waits["update"]) == (1, 3)
     assert waits[8] - waits[4] == 4
 
 
@@ -560,9 +539,7 @@ def test_the_device_holds_what_a_phase_needs():
     events = list(itertools.dropwhile(is_check, found["events"]))
     _, none = events[0]
     events = [(re.sub(r" \d+$", "", name), (n - none) / found["weights"]) for name, n in events]
-    events = [
-        pair for before, pair in itertools.pairwise([("", 0.0), *events]) if pair[0] != before[0]
-    ]
+    events = [next(same) for _, same in itertools.groupby(events, lambda event: event[0])]
     step = ["sync", "cache wakes", "engine sleeps", "score", "forward False", "forward True"]
     # before the last save the actor's log-probs are checked; then there is an evaluation
     names = ["engine sleeps", *step, *step, "forward False", *step[:4]]
@@ -571,9 +548,8 @@ def test_the_device_holds_what_a_phase_needs():
     held = {name: [x for other, x in events if other == name] for name in step}
     print(held)  # in float32 copies of the actor; the engine's copy is bfloat16
     most = {"sync": 1.6, "cache wakes": 0.6, "engine sleeps": 0.1, "score": 2, "forward False": 1.2}
-    assert all(max(held[name]) < x for name, x in most.items()) and min(held["forward True"]) > 3, (
-        held
-    )
+    assert all(max(held[name]) < x for name, x in most.items()), held
+    assert min(held["forward True"]) > 3, held
 
 
 def test_adapters_take_the_memory_that_the_reference_says():
@@ -595,9 +571,10 @@ def test_adapters_take_the_memory_that_the_reference_says():
     assert held == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    "ranks, name", [(n, part.__name__) for n, parts in PARTS.items() for part in parts]
-)
+RUNS = [(n, part.__name__) for n, parts in PARTS.items() for part in parts]
+
+
+@pytest.mark.parametrize("ranks, name", RUNS)
 def test_a_run_on_the_device(ranks, name):
     """Runs the function of this name above, a whole run of a script."""
     of_device(ranks, name)
