@@ -145,27 +145,6 @@ def test_log_probs_and_a_step_are_those_of_transformers_in_float64(kind, tempera
         assert metrics[f"actor/{key}"] == pytest.approx(x, rel=1e-4, abs=1e-6), key
 
 
-@pytest.mark.parametrize("kind, temperature, fields", [ACTORS[0], ACTORS[4]])
-def test_the_only_step_computes_the_old_log_probs(kind, temperature, fields):
-    """Ratios are exactly 1 then, and the gradient is that of log-probs from before the update."""
-    w, batch, *_ = an_actor(kind, temperature, fields)
-    old_T = w.compute_log_probs(batch)
-    gradients, metrics = [], []
-    for column in (None, old_T):
-        again, *_ = an_actor(kind, temperature, fields)
-        with captured_gradients(again) as seen:
-            metrics.append(again.update_policy(dataclasses.replace(batch, old_log_probs=column)))
-        gradients += seen
-        torch.testing.assert_close(again.old_log_probs, old_T, rtol=0, atol=1e-5)
-
-    first, second = metrics
-    assert first["actor/ppo_kl"] == first["actor/pg_clipfrac"] == 0
-    for name, x in second.items():
-        assert first[name] == pytest.approx(x, rel=1e-4, abs=1e-5), name
-    for name, x in gradients[1].items():
-        torch.testing.assert_close(gradients[0][name], x, rtol=1e-4, atol=1e-5, msg=name)
-
-
 def test_without_old_log_probs_an_update_is_one_step():
     """Without those of a reference, the KL to it is 0."""
     w, batch, *_ = an_actor("tiny-qwen2", 1.0, dict(kl_loss_coef=0.1))
