@@ -55,15 +55,10 @@ def a_tokenizer(template=TURNS, begins="", ends="", bos=None):
     )
 
 
-def a_run_on_prompts(**fields):
-    """A Run of ppo_loop.py that reads a file's prompts."""
-    fields = {"prompts": "x", "reward": "mine.py:f", **fields}
-    return ppo_loop.Run(critic_fsdp.Config(), **fields)
-
-
 def prompts_in(source, tokenizer, **fields):
     """The prompts that ppo_loop.py reads of a file or of JSON lines, with these flags."""
-    return ppo_loop.load_prompts(source, "--prompts", a_run_on_prompts(**fields), tokenizer)
+    run = ppo_loop.Run(critic_fsdp.Config(), **{"prompts": "x", "reward": "mine.py:f", **fields})
+    return ppo_loop.load_prompts(source, "--prompts", run, tokenizer)
 
 
 def a_task(**fields):

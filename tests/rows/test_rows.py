@@ -10,12 +10,11 @@ from functools import partial
 import pytest
 import torch
 from helpers import random_batch, refused, worker
-from ppo_helpers import TURNS, a_run_on_prompts, a_tokenizer, prompts_in
+from ppo_helpers import TURNS, a_tokenizer, prompts_in
 
 import common
 import critic_fsdp
 import critic_megatron
-import ppo_loop
 
 SCRIPTS = pytest.mark.parametrize(
     "script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"]
@@ -128,14 +127,6 @@ def test_of_a_long_text_the_ends_are_shown(capsys):
     long = GOOD | {"prompt": "a" * 150 + "b" * 150}
     ends = "'" + "a" * 99 + "…" + "b" * 99 + "'"
     assert shown([long], a_tokenizer(), capsys) == f"{ends} -> '2<eos>'"
-
-
-def test_the_loop_shows_its_first_prompt(tmp_path, capsys):
-    path = tmp_path / "prompts.jsonl"
-    path.write_text(json.dumps({"prompt": [USER]}))
-    run = a_run_on_prompts(prompts=str(path))
-    ppo_loop.read_prompts(run, a_tokenizer(), None)
-    assert "first row  '<user>1+1?'\n" in capsys.readouterr().out
 
 
 # ---- Rows of other systems -----------------------------------------------------------------------
