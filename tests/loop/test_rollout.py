@@ -9,7 +9,7 @@ import types
 import pytest
 import torch
 import transformers
-from helpers import random_batch, refused, rows_of
+from helpers import random_batch, refused
 from ppo_helpers import (
     EOS,
     KINDS,
@@ -36,7 +36,7 @@ from ppo_helpers import (
     some_prompts,
     stop_texts_of,
 )
-from reference import MODELS, gae_by_hand, log_probs_of_reply, nucleus, whitened_by_hand
+from reference import MODELS, log_probs_of_reply, nucleus
 from transformers.cache_utils import DynamicLayer
 
 import common
@@ -323,52 +323,6 @@ def test_a_new_context_begins_a_new_row_of_the_episode():
     assert ppo_loop.fault_of_reward([1.0] * 3, a) == ""
     assert ppo_loop.fault_of_reward([1.0] * len(a.ids), a) == ""
     assert "for 3 turns and 12 tokens" in ppo_loop.fault_of_reward([1.0] * 4, a)
-
-
-@pytest.mark.parametrize("hints", (False, True))
-def test_credit_of_an_episode_is_that_of_a_loop_over_its_actions(hints):
-    """In float64, over the turns of all segments in order; whitening by noise leaves out the whole
-    episode of an action. With hints, the critic's rows are others with the same actions."""
-    says = lambda response: {"ab": {"prompt": "cd="}, "abcd=e": {"prompt": "f"}, "x": "[1]"}
-    prompts = [
-        Prompt(ids_of(f"q{i}="), f"q{i}=", row={"h": 1}, critic_ids=[9, 8]) for i in range(3)
-    ]
-    fields = {"gamma": 0.9, "lam": 0.8, "privileged_key": "h" if hints else None}
-    turns = [["ab", "x", "z"], ["e", "y"], ["g"]]
-    replies, _ = play(turns, lambda p, response, a: says(response).get(response), prompts, **fields)
-    assert [len(reply.contexts) for reply in replies] == [2, 0, 0]
-
-    # rewards, log-probs and values of all actions, in the order in which they were made
-    g = torch.Generator().manual_seed(3)
-    draw = lambda n: torch.rand(n, generator=g, dtype=torch.float64)
-    for reply in replies:
-        reply.log_probs = [x and -float(draw(1)) for x in reply.log_probs]
-        reply.earned.update({i: float(draw(1)) for i in reply.ends})
-    batch = ppo_loop.to_batch(replies)
-    seen = ppo_loop.to_batch(replies, hints=True) if hints else batch
-    values_T = draw(len(seen.input_ids)).float() * seen.response_mask
-    critic = types.SimpleNamespace(start_at_mean=print, compute_values=lambda rows: values_T)
-    run = a_run(whiten="noise", **fields)
-    rewards_T = ppo_loop.rewards_of(replies)
-    ppo_loop.assign_credit(batch, seen, rewards_T, 0.0, run, critic)
-
-    # the loops of reference.py, with all actions of a reply in one row
-    acts = batch.response_mask
-    counts = [sum(x is not None for x in reply.log_probs) for reply in replies]
-    whole = common.concat([common.Batch.blank(1 + n) for n in counts])
-    whole.values[whole.response_mask] = values_T[seen.response_mask]
-    whole.rollout_log_probs[whole.response_mask] = batch.rollout_log_probs[acts]
-    whole.token_level_rewards[whole.response_mask] = rewards_T[acts]
-    columns = (whole.token_level_rewards, whole.values, whole.response_mask)
-    for start, end in rows_of(whole):
-        tokens = [*zip(*(x_T[start:end].tolist() for x_T in columns))]
-        credit = torch.tensor(gae_by_hand(tokens, 0.9, 0.8, 0.0))
-        whole.advantages[start:end], whole.returns[start:end] = credit.T
-    assert_close = torch.testing.assert_close
-    assert_close(batch.returns[acts], whole.returns[whole.response_mask])
-    assert torch.equal(seen.returns[seen.response_mask], batch.returns[acts])
-    expected = whitened_by_hand(whole)[whole.response_mask]
-    assert_close(batch.advantages[acts], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_messages_are_a_new_context_of_a_chat():

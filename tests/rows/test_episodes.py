@@ -13,10 +13,11 @@ import torch
 from helpers import cut_into_segments, parts_of, random_batch, rows_after, rows_of, spans_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import gae_by_hand
+from reference import gae_by_hand, whitened_by_hand
 
 import common
 import critic_fsdp
+import ppo_loop
 
 
 def shuffled(batch, seed):
@@ -69,6 +70,17 @@ def test_credit_runs_along_all_actions_of_an_episode(seed, lam, gamma, bootstrap
         without = [(reward, 0.0, acts) for reward, _, acts in tokens]
         sums = [target for _, target in gae_by_hand(without, gamma, 1.0, 0.0, level)]
         torch.testing.assert_close(sums_T[places], torch.tensor(sums), rtol=1e-5, atol=1e-5)
+
+
+def test_whitening_by_noise_leaves_out_the_whole_episode_of_an_action():
+    whole = random_batch(6, idle=False)
+    whole.advantages = whole.values.clone()
+    cut = shuffled(cut_into_segments(whole), 1)
+    cut.advantages = ppo_loop.whiten_by_noise(cut)
+    in_order = cut.select(cut.row_id.argsort().tolist())
+    ours_A = in_order.advantages[in_order.response_mask]
+    theirs_A = whitened_by_hand(whole)[whole.response_mask]
+    torch.testing.assert_close(ours_A, theirs_A, rtol=1e-5, atol=1e-6)
 
 
 def test_a_rank_may_have_no_rows_of_an_episode():
