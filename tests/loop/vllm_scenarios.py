@@ -192,12 +192,7 @@ def on_ranks(folder, size=1):
     n = len(many)
 
     # which rows each of two ranks has
-    deals = [
-        (range(n), []),
-        ([], range(n)),
-        (range(2), range(2, n)),
-        (range(0, n, 2), range(1, n, 2)),
-    ]
+    deals = [(range(n), []), ([], range(n)), (range(0, n, 2), range(1, n, 2))]
     deals = [deal[rank] for deal in deals] if common.WORLD_SIZE == 2 else [range(n)]
     found = []
     for step in range(3):
