@@ -180,9 +180,13 @@ class Ring:
         are gone."""
         file_of = lambda test: test.partition("::")[0]
         files = {file_of(test) for test in self.collected}
-        stays = lambda test: test in self.collected or file_of(test) not in files
-        tests = {test: x for test, x in self.found["tests"].items() if stays(test)}
-        scenarios, cheap = dict(self.found["scenarios"]), dict(self.found["cheap"])
+        there = lambda file: (FILE.parents[1] / file).exists()
+        tests, scenarios = {}, dict(self.found["scenarios"])
+        for test, x in self.found["tests"].items():
+            file = file_of(test)
+            if test in self.collected or (file not in files and there(file)):
+                tests[test] = x
+        cheap = {file: x for file, x in self.found["cheap"].items() if there(file)}
         cheap |= {file_of(test): 0.0 for test in self.measured}
 
         for test, (seconds, more) in self.measured.items():
