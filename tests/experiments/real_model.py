@@ -101,6 +101,12 @@ PPO = {
     "critic from scratch, head at the mean": (
         f"{CRITIC} --critic.model {{model}} --critic.value-head-init mean"
     ),
+    "critic from scratch, fitted": (
+        f"tests/forks/fitted.py {CRITIC} --critic.model {{model}} --critic.value-head-init mean"
+    ),
+    "OTB, 4 answers to each of 8 prompts": (
+        f"tests/forks/otb.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
+    ),
     "4 answers to each of 8 prompts": (
         f"tests/forks/evpo.py {NONE} --train-batch-size {ANSWERS // 4} --rollout-n 4"
     ),
