@@ -13,8 +13,7 @@ test_scenarios.py waits for it. From a test of a test_*.py, wait for it with ran
 The scenarios of a file share a folder and run in its order; neighbours on equal ranks share their
 processes. A session of whole files begins those of its tests at once, next to the tests of one
 process; with -k a scenario begins when a test asks for it, after those that it needs. faults.py,
-which kills and stops ranks, forks them itself: start() and wait() below. With slow=True a scenario
-belongs to the tests that `pytest -m slow` runs.
+which kills and stops ranks, forks them itself: start() and wait() below.
 """
 
 import contextlib
@@ -62,7 +61,6 @@ class Scenario(typing.NamedTuple):
     args: tuple
     needs: tuple  # how the names of those begin that must run before it
     fresh: bool  # in processes of its own
-    slow: bool  # of the ring that pytest -m slow runs
 
 
 HERE = os.path.dirname(os.path.abspath(__file__)) + "/"
@@ -83,7 +81,7 @@ def new_group(self, store, rank, size, timeout, init=ProcessGroupGloo.__init__, 
 ProcessGroupGloo.__init__ = new_group
 
 
-def scenario(ranks, name=None, args=(), needs=(), fresh=False, slow=False):
+def scenario(ranks, name=None, args=(), needs=(), fresh=False):
     """Marks a function(folder, *args) to run on this number of ranks, or on each of several. On 0
     ranks it runs in the process that forks, whose module must not import what reads RANK."""
 
@@ -91,7 +89,7 @@ def scenario(ranks, name=None, args=(), needs=(), fresh=False, slow=False):
         for n in ranks if isinstance(ranks, tuple) else (ranks,):
             named = name or f"{function.__name__} on {n}"
             of_file = SCENARIOS.setdefault(function.__module__, [])
-            of_file.append(Scenario(named, n, function, args, needs, fresh, slow))
+            of_file.append(Scenario(named, n, function, args, needs, fresh))
         return function
 
     return mark

@@ -125,6 +125,7 @@ class Ring:
         self.found = known()
         self.chosen, *_ = choose(self.found)
         self.measured = {}  # id -> (seconds of this process, [(scenario, seconds), ...])
+        self.unknown = set()  # ids of tests that were skipped, or failed
         self.collected = set()  # ids of all tests of the files that were read
         self.ahead = {}  # id -> seconds of each test that has still to run
         self.all = 0.0  # their sum at the start
@@ -151,10 +152,21 @@ class Ring:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_protocol(self, item):
         SPENT.clear()
-        before = own_seconds()
+        before, began = own_seconds(), time.monotonic()
         result = yield
-        self.measured[item.nodeid] = (own_seconds() - before, SPENT[:])
+        seconds = own_seconds() - before
+
+        # who sleeps holds up one of two cores, but not who waits for a scenario
+        if not any(scenario for scenario, _ in SPENT):
+            slept = (time.monotonic() - began) / 2
+            seconds = max(seconds, slept - sum(more for _, more in SPENT))
+        self.measured[item.nodeid] = (seconds, SPENT[:])
         return result
+
+    def pytest_runtest_logreport(self, report):
+        """What was skipped, or failed, says nothing of its seconds."""
+        if report.outcome != "passed":
+            self.unknown.add(report.nodeid)
 
     def pytest_runtest_logfinish(self, nodeid):
         """Says each half minute what is left, by the seconds of the tests that have run."""
@@ -189,7 +201,8 @@ class Ring:
         cheap = {file: x for file, x in self.found["cheap"].items() if there(file)}
         cheap |= {file_of(test): 0.0 for test in self.measured}
 
-        for test, (seconds, more) in self.measured.items():
+        for test in self.measured.keys() - self.unknown:
+            seconds, more = self.measured[test]
             scenarios |= {name: round(x, 1) for name, x in more if name}
             names = sorted({name for name, _ in more if name})
             seconds += sum(x for name, x in more if not name)

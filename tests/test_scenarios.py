@@ -11,11 +11,7 @@ if HAS_VLLM:
     SCENARIO_FILES.append("vllm_scenarios")
 for file in SCENARIO_FILES:
     importlib.import_module(file)
-ALL = [
-    pytest.param(file, one, marks=pytest.mark.slow if one.slow else ())
-    for file in SCENARIO_FILES
-    for one in SCENARIOS[file]
-]
+ALL = [(file, one) for file in SCENARIO_FILES for one in SCENARIOS[file]]
 
 
 @pytest.mark.parametrize("file, one", ALL, ids=lambda x: getattr(x, "name", x))

@@ -176,7 +176,7 @@ def muon_and_adamw(named):
     return Pair(muon, torch.optim.AdamW(others, 1e-3))
 
 
-@scenario(ranks=2, slow=True)
+@scenario(ranks=2)
 def an_optimizer_of_a_fork_steps_as_on_whole_weights(folder):
     """Ranks that shard the weights make the step of one rank that has them all, and a checkpoint
     holds the state. Muon multiplies in bfloat16, so that its steps differ in rounding."""
@@ -279,7 +279,7 @@ def what_a_rank_does_not_see_is_an_error_on_all(folder):
     assert expected["critic/skipped_steps"] == 0
 
 
-@scenario(ranks=2, slow=True)
+@scenario(ranks=2)
 def an_automatic_budget_is_that_of_the_rank_with_least_memory(folder):
     """Without Ulysses, whose exchange frees memory in a thread, now earlier and now later."""
     budgets = []

@@ -134,7 +134,7 @@ SAVED = {  # name -> model, ranks and layout that save it, {ranks: Megatron layo
 }
 
 
-@scenario(ranks=(1, 2), slow=True)
+@scenario(ranks=(1, 2))
 def begin(folder):
     """An update of one step, one of two, a checkpoint, two more updates; stores the results."""
     torch.manual_seed(0)
@@ -184,7 +184,7 @@ EXPORTS = {  # ranks -> folder -> Config fields; the 99 token ids do not divide 
 }
 
 
-@scenario(ranks=(2, 4), needs=("begin on 1",), slow=True)
+@scenario(ranks=(2, 4), needs=("begin on 1",))
 def export(folder):
     """Plain transformers loads a trained model's Hugging Face folder and computes the same
     values."""
@@ -201,7 +201,7 @@ def export(folder):
             assert len(model.get_input_embeddings().weight) == model.config.vocab_size == 99
 
 
-@scenario(ranks=(1, 2), needs=("export on",), slow=True)
+@scenario(ranks=(1, 2), needs=("export on",))
 def exports_load_elsewhere(folder):
     """Exports work as --model of this critic on other layouts, and of critic_fsdp.py on one
     rank."""
@@ -269,7 +269,7 @@ def go_on(worker, expected, what, exact):
         assert_same(whole, expected["after"][kind], (what, kind, "after"))
 
 
-@scenario(ranks=(2, 4, 1), needs=("begin",), slow=True)
+@scenario(ranks=(2, 4, 1), needs=("begin",))
 def megatron_goes_on(folder):
     """Resumes all of SAVED on every layout of this number of ranks, bit for bit on the original
     layout."""
@@ -289,7 +289,7 @@ def megatron_goes_on(folder):
                 assert set(map(float, state)) == {5.0}, (name, layout)
 
 
-@scenario(ranks=(2, 1), needs=("megatron_goes_on on 2",), slow=True)
+@scenario(ranks=(2, 1), needs=("megatron_goes_on on 2",))
 def fsdp_takes_back(folder):
     """critic_fsdp.py continues from checkpoints of critic_megatron.py. On the original number of
     ranks the results are those of a run without the detour, bit for bit."""
@@ -304,7 +304,7 @@ def fsdp_takes_back(folder):
             go_on(worker, expected, (name, i), exact)
 
 
-@scenario(ranks=(2, 4, 1), needs=("begin",), slow=True)
+@scenario(ranks=(2, 4, 1), needs=("begin",))
 def fsdp_goes_on(folder):
     """critic_fsdp.py resumes its own checkpoints of two ranks on every layout of this number of
     ranks: on the same layout bit for bit, also with offloading or recomputing."""
@@ -349,7 +349,7 @@ def agree(metrics, after, expected, what):
     assert some > 0.8 * count, (what, some / count)
 
 
-@scenario(ranks=2, needs=("begin",), slow=True)
+@scenario(ranks=2, needs=("begin",))
 def a_checkpoint_that_is_saved_again_is_the_same(folder):
     """Also if it is saved right after loading, and if no step was taken at all."""
     name = "moe, bfloat16"
@@ -364,7 +364,7 @@ def a_checkpoint_that_is_saved_again_is_the_same(folder):
     assert_same(state_of(other), state_of(fresh), name)
 
 
-@scenario(ranks=1, fresh=True, slow=True)
+@scenario(ranks=1, fresh=True)
 def saves_copy_little(folder):
     """On a CPU, where the shard is on the host. For a device see test_device.py."""
     for script in (critic_fsdp, cm):
@@ -427,7 +427,7 @@ def damages(files, scratch):
     }
 
 
-@scenario(ranks=2, needs=("begin on 1",), slow=True)
+@scenario(ranks=2, needs=("begin on 1",))
 def the_correction_of_a_router_is_kept(folder):
     """Updates do not change it, bfloat16 does not round it, and checkpoints of both critics have
     it."""
@@ -481,7 +481,7 @@ def offload_changes_nothing(folder):
         assert_same(state_of(moves), state, fields)
 
 
-@scenario(ranks=(1, 2), slow=True)
+@scenario(ranks=(1, 2))
 def an_automatic_budget_fills_the_memory(folder):
     """On one rank with frozen weights; on two stages, of which the first holds two
     micro-batches."""

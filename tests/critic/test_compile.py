@@ -119,7 +119,6 @@ def test_a_critic_on_the_actors_base_does_not_compile_it(monkeypatch):
     assert not guest.critic.compiled
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags", [{"gradient_checkpointing": True, "lora_rank": 4}, {"strategy": "fsdp1"}]
 )
@@ -155,7 +154,6 @@ def flash_backward(grad, *qkv_and_more, **options):
     return tuple(map(torch.zeros_like, qkv_and_more[:3]))
 
 
-@pytest.mark.slow
 def test_batches_of_other_lengths_are_not_compiled_again(monkeypatch):
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", flash_forward, "CPU")

@@ -161,7 +161,6 @@ def test_dropout_is_off_everywhere(config, packed, tmp_path):
         torch.testing.assert_close(w.critic.forward(micro), quiet, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.slow
 def test_no_decoder_of_transformers_has_a_hidden_dropout():
     """All dropouts come from floats in the config that disable_dropout finds, whatever their
     values. Models are on meta, and have all dropouts on before."""
@@ -210,7 +209,6 @@ def test_a_model_that_packing_would_change_is_refused_and_runs_padded(config, tm
     torch.testing.assert_close(alone, values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_a_model_with_heads_of_several_sizes_learns(tmp_path):
     config = transformers.Gemma4TextConfig(**GROUPED, head_dim=8, global_head_dim=16)
     transformers.AutoModel.from_config(config).save_pretrained(tmp_path)
@@ -541,11 +539,7 @@ def test_a_narrow_part_on_the_host_does_not_bring_the_rest():
 
 
 @pytest.mark.parametrize(
-    "strategy, variant",
-    [
-        *itertools.product(("fsdp2", "none"), ("", "lora")),
-        pytest.param("fsdp1", "lora", marks=pytest.mark.slow),
-    ],
+    "strategy, variant", [*itertools.product(("fsdp2", "none"), ("", "lora")), ("fsdp1", "lora")]
 )
 def test_resuming_equals_continuing_bit_for_bit(strategy, variant, tmp_path):
     """From checkpoints before the first step and after an update. Saving changes nothing."""

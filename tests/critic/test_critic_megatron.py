@@ -121,7 +121,6 @@ def test_both_scripts_count_the_weights_that_train(model, fields, capsys):
     assert shares == [(f"{counts[0]:,}", f"{counts[1]:,}", percent)] * 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size, critic, flags, calls", [
     (32, {}, {}, 0), (32, {}, {"lam": 0.9}, 3), (32, {}, {"bootstrap_truncated": True}, 3),
     (32, {"ppo_epochs": 2}, {}, 3), (64, {}, {"train_batch_size": 64}, 3),  # two steps
@@ -358,7 +357,7 @@ assert torch._dynamo.utils.counters["frames"] == before == {"total": 2, "ok": 2}
 """
 
 
-@pytest.mark.parametrize("fresh", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("fresh", [False, True])
 def test_on_a_cpu_only_megatrons_own_functions_are_not_compiled(tmp_path, fresh):
     (script := tmp_path / "compiles.py").write_text(COMPILES)
     # a script would be a fork of a process that has imported Megatron already

@@ -320,7 +320,6 @@ def test_a_frozen_head_computes_as_one_that_trains(strategy):
     assert torch.equal(*values) and values[0].abs().max() > 0.01
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("ranks, command", [
     (2, "critic_fsdp.py --strategy fsdp1 --value-head bounded --value-range -1 3"),
     (2, "critic_fsdp.py --ulysses-size 2 --offload-policy --value-head-init mean"),
@@ -347,7 +346,6 @@ def test_values_start_at_the_mean_return(ranks, command, tmp_path):
     assert second["critic/values_max"] - second["critic/values_min"] > 1e-7
 
 
-@pytest.mark.slow
 def test_the_script_finds_the_range_and_keeps_it(tmp_path):
     """It is the range of the returns, 0 to 1, plus a tenth on either side."""
     path, wider, out = (tmp_path / name for name in ("rows.jsonl", "wider.jsonl", "out"))

@@ -85,7 +85,7 @@ def cases_of(layout):
     return dict.fromkeys(x.removesuffix(", deferred") if "fsdp1" in layout else x for x in cases)
 
 
-@scenario(ranks=(1, 4), slow=True)
+@scenario(ranks=(1, 4))
 @scenario(ranks=2)
 def every_layout(folder):
     """Results of one model on all layouts of these ranks."""
@@ -93,7 +93,7 @@ def every_layout(folder):
     save_results(folder, f"{WORLD_SIZE}.pt", MODELS, results_of, jobs)
 
 
-@scenario(ranks=2, slow=True)
+@scenario(ranks=2)
 def every_model(folder):
     """Results of all models on three layouts."""
     some = [(layout, layouts()[layout], cases) for layout, cases in SOME.items()]
@@ -122,10 +122,7 @@ def results_of(model, layout, fields, cases, out):
     return results
 
 
-@pytest.mark.parametrize(
-    "ranks, cases",
-    [(2, 71), *(pytest.param(*x, marks=pytest.mark.slow) for x in ((1, 32), (4, 59)))],
-)
+@pytest.mark.parametrize("ranks, cases", [(1, 32), (2, 71), (4, 59)])
 def test_every_layout_makes_the_same_gradient(ranks, cases):
     folder = ran(every_layout, ranks)
     results = torch.load(folder / f"{ranks}.pt", weights_only=True)
@@ -136,7 +133,6 @@ def test_every_layout_makes_the_same_gradient(ranks, cases):
         print(f"  {layout:42s} {error:.1e}")
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_model_makes_the_same_gradient_packed_padded_and_with_ulysses(name):
     folder = ran(every_model, 2)

@@ -232,7 +232,7 @@ def every_layout(folder, model):
 
 ALL = [(ranks, model) for ranks, models in LAYOUTS.items() for model in models]
 for ranks, model in ALL:
-    scenario(ranks, f"{model} on {ranks}", args=(model,), slow=ranks != 2)(every_layout)
+    scenario(ranks, f"{model} on {ranks}", args=(model,))(every_layout)
 
 
 def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
@@ -246,9 +246,7 @@ def stepped(weights, gradients, lr=1e-2, weight_decay=0.1, clip=1.0, eps=1e-8):
     return out
 
 
-@pytest.mark.parametrize(
-    "ranks, model", [pytest.param(*x, marks=[pytest.mark.slow] * (x[0] != 2)) for x in ALL]
-)
+@pytest.mark.parametrize("ranks, model", ALL)
 def test_every_layout_makes_the_same_values_gradient_and_step(ranks, model):
     out = ran(every_layout, name=f"{model} on {ranks}")
     results = torch.load(out / f"{model} on {ranks}.pt", weights_only=True)

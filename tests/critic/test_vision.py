@@ -164,7 +164,7 @@ def folders(tmp_path_factory):
     return made
 
 
-@scenario(ranks=2, slow=True)
+@scenario(ranks=2)
 def images_on_every_layout(folder):
     """Results of layouts on rows with images, of which the second rank has none. Models differ in
     how the tower's output is sliced."""
@@ -201,7 +201,6 @@ def images_of(row, ids):
     return images
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", MODELS)
 def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
     values, loss, gradients = reference_of(folders[name], ROWS, images_of=images_of)
@@ -225,7 +224,6 @@ def test_every_layout_makes_the_same_update(name, folders, on_two_ranks):
         assert off < 1e-5, (layout, tokens, off)
 
 
-@pytest.mark.slow
 def test_a_frozen_decoder_waits_for_no_rank_without_images(folders, on_two_ranks):
     norms = lambda results: [x["metrics"]["critic/grad_norm"] for x in results.values()]
     expected = norms(results_of(folders[PRESETS[0]], PARTS))

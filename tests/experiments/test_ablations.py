@@ -12,8 +12,6 @@ from helpers import run, succeeded
 
 import common
 
-pytestmark = pytest.mark.slow
-
 
 def test_ablations_compare_runs_of_one_seed(tmp_path, capsys):
     """The table of finished runs: means, standard errors, differences from the first row by

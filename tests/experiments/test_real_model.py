@@ -15,8 +15,6 @@ from transformers import AutoModelForCausalLM
 
 from ppo_loop import ActorConfig
 
-pytestmark = pytest.mark.slow
-
 
 @pytest.fixture
 def tiny(tmp_path, monkeypatch):

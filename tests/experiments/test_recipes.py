@@ -8,7 +8,6 @@ import statistics
 import board
 import notes
 import pays
-import pytest
 import recipes
 from helpers import ROOT, common
 
@@ -47,7 +46,6 @@ def test_answers_of_the_board_are_rows_with_right_rewards():
     assert len(lines) == 7838 and not asked & {row["prompt_text"] for row in ROWS}
 
 
-@pytest.mark.slow  # 20 s
 def test_the_board_prints_a_line_to_paste(tmp_path, monkeypatch, capfd):
     """Flags change its critic; the number of a critic that has hardly learned is near 0."""
     monkeypatch.setattr(board, "OUT", tmp_path)
@@ -59,7 +57,6 @@ def test_the_board_prints_a_line_to_paste(tmp_path, monkeypatch, capfd):
     assert 0 <= float(flatness) < 0.1
 
 
-@pytest.mark.slow  # half a minute
 def test_the_rows_of_a_policy_say_whether_a_critic_pays(tmp_path, monkeypatch, capfd):
     """Of 8 prompts in each half, after a short training. Rows of notes are parts of episodes."""
     monkeypatch.setattr(notes, "STEPS", 4)
@@ -71,7 +68,6 @@ def test_the_rows_of_a_policy_say_whether_a_critic_pays(tmp_path, monkeypatch, c
     assert " of 32 episodes of " in said and " held-out rows, " in said
 
 
-@pytest.mark.slow  # half a minute
 def test_recipes_are_compared_with_the_truth(tmp_path, monkeypatch, capfd):
     """The numbers of the table are those in each run's truth.json; what is there is not made
     again."""

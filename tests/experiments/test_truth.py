@@ -156,11 +156,6 @@ def place_of(case, line, i):
     return turns, case.max_response_length - i, before
 
 
-def of_rings(names, *quick):
-    slow = lambda name: () if name in quick else pytest.mark.slow
-    return [pytest.param(name, marks=slow(name)) for name in names]
-
-
 def flags_of(case, folder, prompts=PROMPTS):
     """The flags of a case, with a policy and prompts in this folder."""
     file = folder / "prompts.jsonl"
@@ -329,7 +324,6 @@ def test_log_ratios_are_those_of_both_policies(tmp_path):
     assert different > 5
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("exact", [None, "{answer}"], ids=["sampled", "exact"])
 def test_a_run_that_was_killed_goes_on_to_the_same_bytes(exact, tmp_path, monkeypatch):
     """Wherever the file was cut; so does one with fewer prompts."""
@@ -356,7 +350,6 @@ def test_a_run_that_was_killed_goes_on_to_the_same_bytes(exact, tmp_path, monkey
     assert len(made(Case(), tmp_path, **asked, most=3)) == 10
 
 
-@pytest.mark.slow
 def test_two_ranks_make_the_values_of_one(tmp_path):
     """Also where one of them has no prompts."""
     case = CASES["turns, and rewards of an environment"]
@@ -428,7 +421,7 @@ def maker_of(folder, flags, **fields):
     return truth.Maker(truth.Truth(**fields), run, task), run
 
 
-@pytest.mark.parametrize("kind", of_rings((*KINDS, "tiny-mistral"), "tiny-gpt2"))
+@pytest.mark.parametrize("kind", (*KINDS, "tiny-mistral"))
 def test_a_forward_reads_the_chances_that_the_engine_draws_from(kind, tmp_path):
     """Rows of several lengths, longer than a sliding window; at a temperature, in a nucleus."""
     override = SHARP
@@ -477,7 +470,7 @@ HEADS = {
 }
 
 
-@pytest.mark.parametrize("name", of_rings(HEADS, "bins", "reads the answer"))
+@pytest.mark.parametrize("name", HEADS)
 def test_a_critic_is_asked_at_each_place_and_behind_both_siblings(name, tmp_path):
     """Its folder has the values that it had when it was exported."""
     key = "answer" if name == "reads the answer" else None

@@ -479,7 +479,6 @@ def test_an_export_of_quantiles_has_its_values_and_the_loss_is_that_of_a_loop(tm
         torch.testing.assert_close(seen[0][f"score.{name}"], theirs, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("fork", ["quantiles", "second_output"])
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_a_fork_goes_on_with_two_ranks_and_its_export_has_its_values(script, fork, tmp_path):
@@ -513,7 +512,6 @@ def test_a_fork_goes_on_with_two_ranks_and_its_export_has_its_values(script, for
         assert row["values"] == pytest.approx(values[: len(row["values"])].tolist(), abs=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_a_critic_with_a_second_output_learns_both(script, tmp_path):
     """The first losses are those of a constant, by hand; then both go down."""

@@ -1071,7 +1071,7 @@ def main(names, short):
     print(f"{'all':30}{total:5}  {time.monotonic() - start:5.1f} s  nothing lost")
 
 
-@forked.scenario(ranks=0, slow=True)
+@forked.scenario(ranks=0)
 def shortest(folder):
     """Fewer of each fault, on one script each, for test_faults.py."""
     main(set(), short=True)

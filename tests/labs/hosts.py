@@ -726,7 +726,7 @@ def main(names, short):
     print(f"{'all':30}{total:5}  {time.monotonic() - began:5.1f} s  nothing lost")
 
 
-@forked.scenario(ranks=0, slow=True)
+@forked.scenario(ranks=0)
 def shortest(folder):
     """Two cases on one script, for test_hosts.py."""
     main(set(), short=True)

@@ -907,7 +907,7 @@ def try_all(script, short):
     return len(seen) + found["states"], words
 
 
-@forked.scenario(ranks=0, slow=True)
+@forked.scenario(ranks=0)
 def shortest(folder):
     """Fewer of each, on one script, for test_power.py."""
     if why_not():

@@ -39,10 +39,7 @@ import common
 import critic_fsdp
 
 RESULTS = os.environ.get("DEVICE_RESULTS")  # of a real GPU
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(not (RESULTS or device.RUNS_HERE), reason=device.REASON),
-]
+pytestmark = pytest.mark.skipif(not (RESULTS or device.RUNS_HERE), reason=device.REASON)
 BATCH = random_batch(6, vocab_size=60)
 SIZES = {"ppo_mini_batch_size": 3, "ppo_max_token_len_per_gpu": 60}
 EXACT = {"param_dtype": "float32"}
@@ -440,7 +437,7 @@ def on_the_device(folder, name):
 for n, names in NAMES.items():
     for name in names if device.RUNS_HERE else ():
         needs = ("run_fsdp on 1",) if name in EXPORTED else ()
-        forked.scenario(n, f"{name} on {n}", (name,), needs, slow=True)(on_the_device)
+        forked.scenario(n, f"{name} on {n}", (name,), needs)(on_the_device)
 
 
 def of_device(ranks, name):

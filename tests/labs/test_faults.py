@@ -1,10 +1,7 @@
 """The short form of faults.py."""
 
 import faults
-import pytest
 from helpers import printed, ran
-
-pytestmark = pytest.mark.slow
 
 SCENARIO_FILES = ("faults",)
 

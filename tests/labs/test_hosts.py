@@ -4,8 +4,6 @@ import hosts
 import pytest
 from helpers import printed, ran
 
-pytestmark = pytest.mark.slow
-
 SCENARIO_FILES = ("hosts",)
 
 

@@ -4,8 +4,6 @@ import power
 import pytest
 from helpers import printed, ran
 
-pytestmark = pytest.mark.slow
-
 SCENARIO_FILES = ("power",)
 
 

@@ -183,7 +183,6 @@ def told_right(words, numbers, abs=0.05):
     assert list(map(float, shown)) == pytest.approx(numbers, abs=abs), words
 
 
-@pytest.mark.slow  # three minutes
 def test_the_commands_of_the_class_say_what_its_page_says(tmp_path):
     """PPO has fewer steps here."""
     blocks = re.findall(r"^```bash \w+\n(.*?)^```", CLASS, flags=re.M | re.S)
@@ -254,7 +253,6 @@ CHANGES = {  # first cell of the page's table -> what nano_critic.py has, and wh
 }
 
 
-@pytest.mark.slow  # half a minute each
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_change_of_nano_does_what_the_class_is_told(change, capsys):
     """The loss and the reward of the page's table, and the numbers of its reasons."""

@@ -44,7 +44,6 @@ def test_2_with_lambda_1_the_returns_do_not_depend_on_the_critic():
         assert returns.tolist() == pytest.approx(answer)
 
 
-@pytest.mark.slow
 def test_3_a_critic_learns_what_goes_wrong():
     """Before any digit: how likely this policy is to be right, which is less where the sum needs a
     carry, so that a right answer there has a large advantage. Before <eos>: whether the policy gave

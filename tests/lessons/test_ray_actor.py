@@ -8,7 +8,6 @@ import pytest
 from helpers import ROOT, common, run, succeeded, worker
 
 
-@pytest.mark.slow  # 20 s
 def test_two_actors_of_ray_make_the_updates_of_one_process():
     """Of the same rows: both ranks tell the same loss, which is that of the whole batch."""
     pytest.importorskip("ray")

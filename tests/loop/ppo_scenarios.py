@@ -662,14 +662,8 @@ LAUNCHES = [
     ("images on 2", 2, images, (), ("images on 1",)),
     ("a lost rank is reported", 0, a_lost_rank_is_reported, (), ("start",)),
 ]  # fmt: skip
-# of the ring that is quick: a run with each critic, one that goes on, and a rank that is killed
-QUICK = ("start", "golden fsdp 2", "golden megatron tp 2", "fsdp 2 goes on, offloaded")
-QUICK += ("update of the actor on 1", "update of the actor on 2", "functions of a file")
-QUICK += ("a lost rank is reported", "one step on 1", "one step on 2")
-QUICK += ("episodes on 1", "episodes on 2")
 for name, ranks, function, args, needs in LAUNCHES:
-    slow = name not in QUICK
-    forked.scenario(ranks, name, args, tuple(needs), fresh=True, slow=slow)(function)
+    forked.scenario(ranks, name, args, tuple(needs), fresh=True)(function)
 
 
 def import_scripts():

@@ -255,10 +255,9 @@ PHASES = [  # a call of the second step, of this number
     ("update of the critic", critic_fsdp.DataParallelPPOCritic, "forward_backward", 2, 2),
     ("update of the actor", ppo_loop.DataParallelPPOActor, "optimizer_step", 1, 2),
 ]
-SLOW = [pytest.param(*x, marks=pytest.mark.slow) for x in PHASES if x[0] != "update of the critic"]
 
 
-@pytest.mark.parametrize("phase, owner, name, nth, saved", [PHASES[-2], *SLOW])
+@pytest.mark.parametrize("phase, owner, name, nth, saved", PHASES)
 def test_sigterm_interrupts_a_phase(
     phase, owner, name, nth, saved, whole_run, monkeypatch, tmp_path
 ):

@@ -50,13 +50,7 @@ ENGINES = dict.fromkeys((*KINDS, "tiny-gpt-oss"), SHARP)
 ENGINES |= dict.fromkeys(("tiny-gemma2", "tiny-mistral"), WINDOW)
 
 
-def of_rings(names, *quick):
-    """The names as cases of a test, which are slow but for these."""
-    slow = lambda name: () if name in quick else pytest.mark.slow
-    return [pytest.param(name, marks=slow(name)) for name in names]
-
-
-@pytest.mark.parametrize("kind", of_rings(ENGINES, "tiny-qwen2", "tiny-gpt-oss"))
+@pytest.mark.parametrize("kind", ENGINES)
 def test_a_rollout_equals_transformers_prompt_by_prompt(kind, monkeypatch):
     """Greedy tokens, and log-probs, also of sampled tokens and of the actor. A row ends only at a
     stop token or at its length limit, and its sample depends on nothing but its seed. Some rows

@@ -120,7 +120,6 @@ def test_rows_run_at_once_in_processes_and_built_in_rewards_here(ask, tmp_path, 
     assert ppo_loop.ask_all(ppo_loop.REWARDS["thread"], replies) == [("MainThread", "")] * 8
 
 
-@pytest.mark.slow
 def test_a_function_that_cannot_be_loaded_is_named_by_its_flag(tmp_path, monkeypatch):
     monkeypatch.setattr(ppo_loop, "CALLS", 1)  # enough for an import
     file = tmp_path / "mine.py"
@@ -169,7 +168,6 @@ def dies_later(prompt, response, answer):
 """
 
 
-@pytest.mark.slow
 def test_a_child_that_a_function_forks_answers_no_row(ask):
     """Every row gets its own answer, and the function sees that its child has failed. faults.py has
     a run whose reward forks children that end in other ways."""
@@ -177,7 +175,6 @@ def test_a_child_that_a_function_forks_answers_no_row(ask):
     assert answers == [(100.0 * n + 1, "") for n in range(24)]
 
 
-@pytest.mark.slow
 def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask):
     """At once and not after the time of a row, and while the file is imported as well."""
     began = time.monotonic()
@@ -188,7 +185,6 @@ def test_a_worker_that_dies_is_noticed_though_its_child_holds_the_pipe(ask):
     assert time.monotonic() - began < 30
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("status", ["0", "1"])
 def test_a_process_that_dies_between_two_rows_fails_none(status, ask):
     for prompt in "abc":
@@ -213,7 +209,6 @@ def dies(answer):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("name", ["shell", "background", "dies"])
 def test_the_programs_of_a_row_that_takes_too_long_or_dies_end_with_it(name, ask):
@@ -260,7 +255,6 @@ def starts(response):
 """
 
 
-@pytest.mark.slow
 def test_processes_that_are_still_being_started_end_in_silence(ask, capfd):
     """Some look for locks of their pool when the first have answered."""
     for _ in range(5):
@@ -308,7 +302,6 @@ judge = Judge()
 """
 
 
-@pytest.mark.slow
 def test_all_async_rows_of_a_worker_are_awaited_on_one_loop(ask):
     assert ask("f", ["hangs"], seconds=1.5, text=ASYNC) == [late(1.5)]
     rows = [*"ab", "exits", "cancels", *"cdefghijklmnopqrstuvwxyz"]
@@ -416,7 +409,6 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 """
 
 
-@pytest.mark.slow
 def test_a_function_of_verl_is_the_reward_of_a_run_by_the_lines_of_the_adapters(tmp_path):
     """From another folder. What rows lack is None, and a fault is named with the function's line,
     which stands in another file than the adapter."""
@@ -468,7 +460,6 @@ def test_without_a_time_limit_a_function_runs_in_this_process(tmp_path, capsys):
         load("pi")
 
 
-@pytest.mark.slow
 def test_breakpoint_works_without_a_time_limit(tmp_path):
     (tmp_path / "in_here.py").write_text(HERE)
     flags = ("--reward", f"{tmp_path}/in_here.py:stops", "--reward-timeout", "0")
@@ -551,7 +542,6 @@ def f(prompt, response, answer):
 """
 
 
-@pytest.mark.slow
 def test_a_value_of_any_class_reaches_the_rank_as_plain_text_or_number(ask):
     """Nothing that a row holds, returns or raises ends its worker, so that there are 8 at most."""
     cases = {

@@ -596,7 +596,7 @@ LAUNCHES = [
     ("goes on, offloaded", 1, goes_on, (), ("golden vllm 1",)),
 ]
 for name, ranks, function, args, needs in LAUNCHES:
-    forked.scenario(ranks, name, args, tuple(needs), fresh=True, slow=True)(function)
+    forked.scenario(ranks, name, args, tuple(needs), fresh=True)(function)
 
 if forked.NUMBERS:  # a rank: these read RANK when imported
     import helpers

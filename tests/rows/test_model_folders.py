@@ -606,7 +606,6 @@ def test_code_that_comes_with_a_model_runs_only_if_asked(base, tmp_path, monkeyp
     assert torch.equal(again.compute_values(batch), values)
 
 
-@pytest.mark.slow
 def test_an_actor_and_a_reward_model_bring_their_code(tmp_path, monkeypatch):
     """PPO with both, and with a critic that starts as the actor; rollout and actor agree."""
     tokenizer = common.char_tokenizer()

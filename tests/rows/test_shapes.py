@@ -166,7 +166,6 @@ def test_a_fault_of_a_function_is_one_line_with_its_place(name, fault, flag, tmp
             common.read_rows(str(file), a_tokenizer(), convert=function)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron", "ppo_loop"])
 def test_each_script_takes_a_function_and_several_files(script, tmp_path):
     (tmp_path / "mine.py").write_text("def ours(row): return {**row, 'prompt': row['ask']}")

@@ -32,7 +32,6 @@ import ppo_loop
 from common import UserError
 from critic_fsdp import Config, Run
 
-SLOW = {"marks": pytest.mark.slow}
 SCRIPT = ROOT / "critic_fsdp.py"
 ROWS = ROOT / "tests" / "rows.jsonl"
 HELD_OUT = ROOT / "tests" / "rows_held_out.jsonl"
@@ -116,7 +115,6 @@ def test_impossible_flags_and_missing_models_are_named(words, kind, fields):
     assert words in str(error.value)
 
 
-@pytest.mark.slow
 def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
     """In a row (on two ranks), a budget, a folder; if training diverges."""
     rows = tmp_path / "rows.jsonl"
@@ -137,9 +135,7 @@ def test_a_mistake_is_one_line_and_ends_every_rank(tmp_path):
         assert re.fullmatch(f"error: {said}\n", process.stderr), process.stderr
 
 
-@pytest.mark.parametrize(
-    "script", ["critic_fsdp", *(pytest.param(x, **SLOW) for x in ("critic_megatron", "ppo_loop"))]
-)
+@pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron", "ppo_loop"])
 @pytest.mark.parametrize("flags, words", [
     ("--lrr 3", "Unrecognized options: --"), ("--steps x", "Error parsing --steps: invalid"),
     ("--steps 0", "Input should be greater"), ("--betas 0 1", "less than 1"),
@@ -156,7 +152,6 @@ def test_one_rank_alone_says_what_is_wrong_with_a_flag(script, flags, words):
         assert (process.stdout + process.stderr).count(words) == said
 
 
-@pytest.mark.slow
 def test_the_toy_gives_the_same_numbers_on_any_layout(tmp_path):
     """Every metric of every step on 2 and 4 ranks equals one process to a relative 1e-5. Only three
     updates of two steps each, because rounding grows along a run: AdamW divides by numbers that may

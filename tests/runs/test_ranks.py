@@ -55,10 +55,9 @@ MEGATRON = "MegatronPPOCritic, {'%s_model_parallel_size': 2}"
 
 @pytest.mark.parametrize("module, critic, act, line", [
     ("critic_fsdp", FSDP, "raise common.UserError('--x 1: no')", "error on rank 1: --x 1: no"),
-    pytest.param("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'",
-                 marks=pytest.mark.slow),
-    pytest.param("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)",
-                 "error: another rank died or hangs", marks=pytest.mark.slow),
+    ("critic_megatron", MEGATRON % "pipeline", "raise KeyError('oops')", "'oops'"),
+    ("critic_megatron", MEGATRON % "tensor", "time.sleep(1000)",
+     "error: another rank died or hangs"),
 ])  # fmt: skip
 def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act, line, tmp_path):
     script, words = tmp_path / "fails.py", {"rows": ROWS, "out": str(tmp_path / "out")}
@@ -67,7 +66,6 @@ def test_when_one_rank_fails_all_end_and_a_message_is_shown(module, critic, act,
     assert process.returncode in (1, 2) and line in process.stderr, process.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp.py", "critic_megatron.py", "ppo_loop.py"])
 def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_their_own):
     folder, begun = on_disks_of_their_own[script]
@@ -78,7 +76,6 @@ def test_ranks_that_share_no_disk_end_before_the_first_step(script, on_disks_of_
 
 
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
-@pytest.mark.slow
 def test_a_killed_rank_ends_a_ppo_run_which_continues_from_its_checkpoint(tmp_path):
     """The checkpoint is resumed on one rank."""
     out, log = str(tmp_path / "out"), tmp_path / "log"

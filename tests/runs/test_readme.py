@@ -372,7 +372,6 @@ def test_a_critic_needs_nothing_but_common_and_rows(script, tmp_path):
     assert len(list(tmp_path.glob("*.py"))) == 2
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_the_fork_of_the_reading_path_learns(script, copy, tmp_path):
     """With Huber's loss, the first loss of errors below 1 is that of the squared error."""
@@ -514,14 +513,7 @@ def check_critic_on_gsm8k(copy, out):
     assert "800 held-out rows, 131,365 actions" in report
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        pytest.param(line, marks=[pytest.mark.slow] * (line != START))
-        for kind, line in COMMANDS
-        if kind in ("run", "vllm")
-    ],
-)
+@pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind in ("run", "vllm")])
 def test_command_runs(line, copy, request):
     """And what the pages say of its results is so."""
     if ("vllm", line) in COMMANDS and importlib.util.find_spec("vllm") is None:
@@ -558,7 +550,6 @@ def test_command_runs(line, copy, request):
         check_critic_on_gsm8k(copy, out)
 
 
-@pytest.mark.slow
 def test_the_whole_idea_in_one_file_learns_as_the_page_shows():
     """The critic tells a right answer from a wrong one by its first digit, and PPO's reward
     rises."""
@@ -581,7 +572,6 @@ def test_the_whole_idea_in_one_file_learns_as_the_page_shows():
     assert rewards[-1] == pytest.approx(last, abs=0.1)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "paper"])
 def test_the_command_of_a_paper_trains_both_models(line, copy):
     """The actor in the second step of two, for the first one is the critic's alone."""
@@ -593,7 +583,6 @@ def test_the_command_of_a_paper_trains_both_models(line, copy):
         assert metrics[2, f"{name}/grad_norm"] > 0
 
 
-@pytest.mark.slow
 def test_the_loops_critic_helps_to_answer_held_out_prompts(copy, ppo):
     """The page's command, after the loop, which makes fewer steps here."""
     [line] = [line for kind, line in COMMANDS if kind == "search"]
@@ -609,7 +598,6 @@ def noise_told(text):
     return [(name.strip(), words, float(x), float(error)) for x, error, name, words in lines]
 
 
-@pytest.mark.slow
 def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
     """The page's table, within three standard errors on another CPU, and what is said of it."""
     for line in [line for kind, line in COMMANDS if kind == "pay"]:
@@ -638,7 +626,6 @@ def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
     assert noise["fitted"] < noise["least noise"] + 0.05 < 1.05
 
 
-@pytest.mark.slow
 def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
     [meter, first, export] = [line for kind, line in COMMANDS if kind == "truth"]
@@ -675,7 +662,6 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     assert [name.strip() for name in columns] == names.split(", ")
 
 
-@pytest.mark.slow
 def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path):
     """The shell says what to score, which forks do; after one part it is asked again, as after a
     kill."""
@@ -709,7 +695,6 @@ def test_a_file_is_scored_in_parts_and_its_answers_are_put_to_the_vote(tmp_path)
         )
 
 
-@pytest.mark.slow
 def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
     (tmp_path / "tests" / "tools").mkdir(parents=True)
     for file in ("critic_fsdp.py", "common.py", "tests/tools/serve.py"):
@@ -722,7 +707,6 @@ def test_a_pipe_to_a_critic_gives_the_values_of_transformers(tmp_path):
     assert len(json.loads(said[1])) == 4
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "convert"])
 def test_rows_of_other_tools_are_trained_on(line, tmp_path):
     (tmp_path / "tests").symlink_to(ROOT / "tests")
@@ -741,7 +725,6 @@ atexit.register(lambda: open("held_back", "w").write(str(rows)))
 """
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("package", [None, "wandb", "trackio", "mlflow"])
 def test_a_logger_of_another_package_gets_the_last_line(package, tmp_path):
     """Also one that it holds back until the process ends."""
@@ -777,7 +760,6 @@ def test_another_package_reads_the_curves_of_a_run_that_has_ended(package, tmp_p
     assert any(b"critic/vf_loss" in path.read_bytes() for path in theirs), theirs
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("line", [line for kind, line in COMMANDS if kind == "nodes"])
 def test_command_for_two_machines_runs_as_two_agents_on_one(line, copy):
     store = dist.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # on a free port

@@ -198,7 +198,6 @@ def test_the_page_cuts_a_long_row_but_its_numbers_are_for_all_tokens(tmp_path):
     assert twice.count("<article") == text.count("<article") == 12
 
 
-@pytest.mark.slow
 @needs_browser
 def test_a_mouse_on_a_token_shows_its_numbers_and_no_token_is_run(tmp_path):
     """Numbers equal TD errors by hand."""
@@ -245,7 +244,6 @@ def log_of(folder, curves, steps=9):
     return rows
 
 
-@pytest.mark.slow
 @needs_browser
 def test_the_page_fits_each_screen_and_the_curves_stay_in_view(tmp_path):
     """Light and dark. On a phone the curves are above the rows, elsewhere next to them."""
@@ -307,7 +305,6 @@ def test_a_finger_and_the_keyboard_show_a_tokens_numbers_too(tmp_path):
             assert ask(told) == ask("JSON.stringify(document.activeElement.dataset.told)")
 
 
-@pytest.mark.slow
 @needs_browser
 def test_bars_of_true_values_lie_between_the_lines(tmp_path):
     """Of a text that wraps, and ends below the last bar. The colour of the value ends above it."""
@@ -925,7 +922,6 @@ def test_without_evaluations_the_report_of_ppo_tells_of_the_steps(tmp_path):
     assert ppo_loop.what_changed(tmp_path / "none") is None
 
 
-@pytest.mark.slow
 def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
     """A resumed run keeps those of its first evaluation; a new run in this folder replaces them."""
     monkeypatch.chdir(tmp_path)
@@ -955,7 +951,6 @@ def test_the_first_samples_are_kept_when_a_run_goes_on(tmp_path, monkeypatch):
     assert replaced != first
 
 
-@pytest.mark.slow
 def test_a_run_leaves_the_same_report_and_one_profile_on_any_number_of_ranks(tmp_path):
     """Without held-out rows it shows the rows of the last update, of which one of four ranks has
     none."""

@@ -9,15 +9,12 @@ import subprocess
 import sys
 import time
 
-import pytest
 import torch.distributed.run
 import tyro
 import yaml
 from helpers import ROOT
 
 import critic_fsdp
-
-pytestmark = pytest.mark.slow
 
 SLURM = (ROOT / "tests" / "tools" / "slurm.sh").read_text()
 KUBERNETES = (ROOT / "tests" / "tools" / "k8s.yaml").read_text()

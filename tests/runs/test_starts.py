@@ -61,7 +61,6 @@ SCRIPTS = (FSDP, MEGATRON, PPO)
 BOTH = pytest.mark.parametrize("script", [critic_fsdp, critic_megatron], ids=["fsdp", "megatron"])
 
 
-@pytest.mark.slow
 def test_a_rank_that_no_other_one_meets_ends(tmp_path):
     """Within the time-out of --timeout-minutes."""
     two = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
@@ -87,7 +86,6 @@ common.launch(main)
 """
 
 
-@pytest.mark.slow
 def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
     """At the same store, which still holds the addresses of the first start."""
     (script := tmp_path / "restarts.py").write_text(RESTARTS)
@@ -97,7 +95,6 @@ def test_ranks_that_torchrun_starts_again_meet_again(tmp_path):
     assert said.count("met 2 at start 1\n") == 2, said
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("env", [
     {"RANK": "", "WORLD_SIZE": "", "LOCAL_RANK": "", "OMP_NUM_THREADS": ""},
     {"MASTER_ADDR": "node0", "MASTER_PORT": "1", "LOCAL_RANK": "0"},  # as clusters export them
@@ -143,7 +140,6 @@ def note(prompt, response, answer):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for open files in /proc")
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_a_run_without_open_streams_ends_well(script, tmp_path):
@@ -160,7 +156,6 @@ def test_a_run_without_open_streams_ends_well(script, tmp_path):
         assert (tmp_path / "mine.py.txt").read_text() == "/dev/null /dev/null /dev/null"
 
 
-@pytest.mark.slow
 def test_what_python_says_is_one_line_too():
     """A flag that it sets; letters that a terminal lacks, in the name of a file or a row."""
     program = "import common, critic_fsdp; common.launch(lambda: critic_fsdp.Config(lr=-1))"
@@ -297,7 +292,6 @@ def contents(folder):
     return {str(path): path.read_bytes() for path in files if path.name != "metrics.jsonl"}
 
 
-@pytest.mark.slow
 def test_a_second_run_leaves_the_folder_of_the_first_alone(tmp_path):
     """Whichever script it runs, it ends in one line, and the first goes on. When that is killed,
     the next one starts at once."""
@@ -383,9 +377,7 @@ def test_the_loop_never_replaces_a_model_that_it_loads(flag, name, tmp_path, cap
 # ---- What an update may ruin ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "script", [FSDP, MEGATRON, pytest.param(PPO, marks=pytest.mark.slow)], ids=lambda x: x.stem
-)
+@pytest.mark.parametrize("script", [FSDP, MEGATRON, PPO], ids=lambda x: x.stem)
 def test_a_critic_that_an_update_has_ruined_is_not_saved_over_the_good_one(script, tmp_path):
     """faults.py does the same to an actor."""
     own, prefix = f"--rollouts {ROWS}", "--"
@@ -496,7 +488,6 @@ def test_by_default_a_new_head_starts_at_the_mean_but_no_trained_one_and_no_bins
         assert torch.allclose(values, mean, atol=1e-5) == starts, fields
 
 
-@pytest.mark.slow
 @BOTH
 @pytest.mark.parametrize("score", [True, False])
 def test_memory_that_runs_out_before_the_first_step_counts_too(

@@ -112,8 +112,7 @@ def test_ctrl_c_with_nothing_to_save_ends_in_one_line(script, what, flags, tmp_p
 
 
 @pytest.mark.parametrize(
-    "script, ranks",
-    [("critic_fsdp", 1), *(pytest.param(x, 2, marks=pytest.mark.slow) for x in SCRIPTS)],
+    "script, ranks", [("critic_fsdp", 1), *((script, 2) for script in SCRIPTS)]
 )
 def test_ctrl_c_in_the_loop_saves_the_state(script, ranks, tmp_path):
     """All ranks end at the same step. The run continues from it, and ends as if it had not been
@@ -183,7 +182,6 @@ TENSOR, PIPELINE = "--tensor-model-parallel-size", "--pipeline-model-parallel-si
 LAYOUTS = {4: (TENSOR, 2), 2: (PIPELINE, 2), 3: (), 8: (TENSOR, 2, PIPELINE, 2)}  # of Megatron
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_that_stops_on_four_ranks_goes_on_with_another_number(script, tmp_path):
     """With 2, 3 and 8 ranks, which have more or fewer than one row of a mini-batch each: the same
@@ -213,7 +211,6 @@ def test_a_run_that_stops_on_four_ranks_goes_on_with_another_number(script, tmp_
             assert key[1] != "critic/lr" or ours[key] == x
 
 
-@pytest.mark.slow
 def test_a_second_ctrl_c_ends_the_run_at_once(tmp_path):
     """In the save that the first has asked for, which would take a minute."""
     out = tmp_path / "out"
@@ -252,7 +249,6 @@ def test_signals_within_a_second_are_one(first, second, ends, monkeypatch):
         common.Stop.signal = 0
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("again", [False, True])
 def test_ctrl_c_under_torchrun(again, tmp_path):
@@ -301,7 +297,6 @@ def answer(*row):
 """
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="looks for processes in /proc")
 @pytest.mark.parametrize("number, imports, ended, said", [
     (signal.SIGINT, True, 130, LINE), (signal.SIGTERM, False, 143, ""),
@@ -341,7 +336,6 @@ def test_the_processes_of_a_reward_function_end_with_the_run(
 # ---- Checkpoints ---------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "script, ranks", [("critic_fsdp", 2), ("critic_megatron", 1), ("ppo_loop", 1)]
 )

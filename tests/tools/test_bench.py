@@ -6,8 +6,6 @@ import sys
 import pytest
 from helpers import ROOT, run, succeeded
 
-pytestmark = pytest.mark.slow
-
 BENCH = ROOT / "tests" / "tools" / "bench.py"
 
 

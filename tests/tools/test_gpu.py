@@ -13,8 +13,6 @@ from reference import LOAD
 
 import critic_fsdp
 
-pytestmark = pytest.mark.slow
-
 SCRIPT = ROOT / "tests" / "tools" / "gpu.py"
 HAS_MEGATRON = importlib.util.find_spec("megatron") is not None
 simulated = pytest.mark.skipif(not pretend_device.RUNS_HERE, reason=pretend_device.REASON)

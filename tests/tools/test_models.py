@@ -3,8 +3,6 @@
 import models
 import pytest
 
-pytestmark = pytest.mark.slow
-
 SAMPLE = (
     "cohere2",  # scales its logits
     "deepseek_v3",

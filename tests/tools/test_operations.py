@@ -88,7 +88,6 @@ def count(who, layers):
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.skipif(not pretend_device.RUNS_HERE, reason=pretend_device.REASON)
 @pytest.mark.parametrize("who", MOST)
 def test_a_layer_takes_no_more_operations_than_it_did(who):

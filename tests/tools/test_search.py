@@ -168,7 +168,6 @@ def test_prompts_of_a_search_need_no_reward(folders, parse, tmp_path, capsys):
     assert row["score"] == 0 and row["response_text"] and any(row["values"])
 
 
-@pytest.mark.slow
 def test_two_ranks_search_as_one(folders, tmp_path):
     """Up to rounding. Also where one of them has no prompts, in turns of an environment, and
     without a reward."""
