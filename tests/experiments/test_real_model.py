@@ -1,4 +1,4 @@
-"""real_model.py on a tiny model: its prompts, runs that go on, its tables, what it says of TRL."""
+"""real_model.py on a tiny model: its prompts, runs that go on, its tables."""
 
 import json
 import re
@@ -9,7 +9,6 @@ import sys
 import pytest
 import real_model
 import rewards
-import torch
 from helpers import ROOT, common, run, succeeded
 from transformers import AutoModelForCausalLM
 
@@ -109,44 +108,19 @@ def test_the_answer_with_most_votes_is_chosen_and_pairs_are_counted():
     assert real_model.in_order([rows], lambda row: 1) == 0.5
 
 
-def test_a_batch_of_trl_is_compared_place_by_place(capsys):
-    """Padded formulas, written out here in float64: the first response ends early, and has a place
-    behind its end; the second fills its length."""
-    start, width = 2, 4
-    x = lambda: torch.randn(2, width, dtype=torch.float64)
-    last = torch.tensor([1, 3])
-    acted = torch.arange(width) <= last[:, None]
-    placed = torch.arange(width) <= last[:, None] + 1
-    values, old, new, vpred = x() * placed, x(), x(), x()
-    rewards_BR = torch.tensor([[0, 0, 1, 0], [0, 0, 0, -1.0]])
-
-    advantages = torch.zeros(2, width, dtype=torch.float64)
-    for t in reversed(range(width)):
-        later = t + 1 < width
-        value = values[:, t + 1] if later else 0
-        kept = advantages[:, t + 1] if later else 0
-        advantages[:, t] = rewards_BR[:, t] + value - values[:, t] + 0.95 * kept
-    returns = advantages + values
-    of = advantages[acted]
-    whitened = (advantages - of.mean()) / (of.var() + 1e-8).sqrt()
-    clipped = values + (vpred - values).clamp(-0.2, 0.2)
-    value_loss = torch.maximum((vpred - returns) ** 2, (clipped - returns) ** 2)[placed].mean() / 2
-    ratio = (new - old).exp()
-    policy = torch.maximum(-whitened * ratio, -whitened * ratio.clamp(0.8, 1.2))[acted].mean()
-
-    losses = dict(new_logprobs=new[[1, 0]].float(), vpred=vpred[[1, 0]].float(), vf_loss=value_loss)
-    losses |= dict(micro_batch_inds=torch.tensor([1, 0]), pg_loss=policy)
-    first = dict(context=start, query_responses=torch.arange(12).view(2, 6), values=values.float())
-    first |= dict(padding_mask=~acted, padding_mask_p1=~placed, logprobs=old.float())
-    first |= dict(rewards=rewards_BR, advantages=advantages.float(), returns=returns.float())
-    first |= dict(whitened=whitened.float(), losses=[losses], sequence_lengths=last)
-    first |= dict(scores=torch.tensor([1.0, -1.0]))
-
-    real_model.compare_formulas(first)
-    differences = re.findall(r"\| (\S+e-\d+|0.0e\+00) \|$", capsys.readouterr().out, flags=re.M)
-    assert len(differences) == 5 and all(float(x) < 2e-6 for x in differences), differences
-    real_model.compare_places(first)
-    assert "which 1 of 2 rows have" in capsys.readouterr().out
+def test_commands_that_run_at_once_are_measured_each():
+    """Seconds of CPU, without sleep, and memory; one that fails ends all."""
+    python = lambda code: f"{sys.executable} -c {code.replace(' ', '')}"
+    commands = {
+        "sleeps": python("__import__('time').sleep(1)"),
+        "adds": python("sum(range(4*10**7))"),
+        "holds": python("len(b'x'*10**9)"),
+    }
+    made = real_model.measured(commands)
+    assert [*made] == [*commands] and made["adds"][0] > 5 * made["sleeps"][0]
+    assert 0.93 < made["holds"][1] < 1.1
+    with pytest.raises(SystemExit, match="failed: .*nowhere"):
+        real_model.measured(commands | {"fails": python("nowhere")})
 
 
 def test_the_afternoon_with_a_gpu_runs_on_a_tiny_model(tiny, tmp_path):

@@ -138,6 +138,19 @@ def remembered(turns, answer):
     return float(turns[2:] == [answer])
 
 
+def adds_on(turns, row):
+    """An environment that shows the first turn, a sum, with a third number to add, after a solved
+    one, and then ends."""
+    if len(turns) > 1:
+        return None
+    return {"prompt": f"37 + 45 = 82\n{turns[0].strip()} + {row['third']} ="}
+
+
+def total(turns, answer):
+    """1 if the last number of the second turn is the answer, else 0."""
+    return last_number("", "".join(turns[2:]), answer)
+
+
 def judge_that_goes_down(prompt, response, answer):
     """right_digits, until the file JUDGE is there."""
     if os.path.exists(os.environ["JUDGE"]):

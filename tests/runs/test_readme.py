@@ -57,8 +57,6 @@ IN_A_CELL = re.compile(r"^\| [^|]+ \| `\.venv/bin/(python [^`]+)` \|", re.M)
 COMMANDS += [("paper", line) for line in IN_A_CELL.findall(PAPERS)]
 START, TESTS = (line.split(" && ")[-1] for kind, line in COMMANDS if kind == "start")
 COMMANDS.insert(0, ("run", START))
-[OWN_ROWS] = [line for _, line in COMMANDS if line.endswith("--out-dir out/my")]
-OWN_ROWS_SAY = README.partition("\n## Your own rollouts")[2].partition("\n## ")[0]
 LONGEST = "python ppo_loop.py"
 STEPS = {  # commands that take minutes -> number of steps here
     rf"{LONGEST}$": 20,
@@ -87,7 +85,7 @@ def copy(tmp_path_factory):
 
 def test_every_command_is_of_a_kind_that_is_tested():
     kinds = "start extra run parts nodes gpu card vllm test convert diff truth search picture"
-    kinds += " nano paper class pay"
+    kinds += " nano paper class pay agent"
     assert {kind for kind, _ in COMMANDS} == set(kinds.split())
     assert (START, TESTS) == ("python critic_fsdp.py", "python -m pytest -q tests")
     for text in PAGES.values():
@@ -113,7 +111,7 @@ def test_words_are_spelled_right_and_none_is_retired():
 
 def test_the_readme_is_short_and_stands_alone():
     lines = README.splitlines()
-    assert len(lines) <= 190 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
+    assert len(lines) <= 180 and len(README.split()) <= 2000 and max(map(len, lines)) <= 120
     assert sum(line.startswith("|") for line in lines) <= 45
     assert not any("../shared" in text for name, text in PAGES.items() if name != "RESULTS.md")
 
@@ -136,8 +134,8 @@ def test_the_speeds_are_those_of_results():
     )
     few, many = (f"{b / a:.2f} times" for a, b in zip(bare, ours, strict=True))
     words = README.replace("\n", " ")
-    assert f"makes an update {few} as fast as a bare transformers loop with 4 answers" in words
-    assert f"and {many} as fast with 8 answers to long prompts" in words
+    assert f"an update is {few} as fast as a bare transformers loop with 4 answers" in words
+    assert f"and {many} with 8 answers to long prompts" in words
 
 
 def test_the_diff_of_the_critics_stays_a_lesson():
@@ -156,56 +154,50 @@ def test_the_example_rows_are_the_toys():
     assert "1,024 answers to 256 sums. It is judged by 256 answers to other sums" in words
 
 
-def test_what_the_readme_says_of_recipes_is_in_results():
-    """The numbers of each column of its table are in the table of that task, among the
-    differences."""
-    difference = r"^\| ([^|]+) \| [^|]* \| [^|]* \| ([^|]* \+- [^|]*) \| [\d.-]+ \|$"
+def test_what_the_readme_says_is_in_results():
+    """What PPO earns by task, what a critic leaves of the noise, where an agent's policy ends."""
+    words = README.replace("\n", " ")
     sections = {x.partition("\n")[0]: x for x in PAGES["RESULTS.md"].split("\n## ")}
-    tasks = (
-        "A real model",
-        "Does a critic matter on short sums?",
-        "Is there a task on which a critic helps?",
-    )
-    tables = [dict(re.findall(difference, sections[task], flags=re.M)) for task in tasks]
-    shown = README.partition("| recipe | 135 million |")[2].partition("\n\n")[0]
-    rows = [[cell.strip() for cell in line.split("|")[2:5]] for line in shown.splitlines()[2:]]
-    for table, numbers in zip(tables, zip(*rows, strict=True), strict=True):
-        assert set(numbers) - {"not run"} <= set(table.values()) and len(set(numbers)) > 3
+    of_rows = sections["From rows alone"]
+
+    # each row of the table has the numbers of one row of each task
+    cells = lambda line: [cell.strip() for cell in line.split("|")[1:-1]]
+    numbers = lambda line: [x for x in cells(line) if re.fullmatch(r"-?[\d.]+ \+- [\d.]+", x)]
+    tiny = [numbers(x) for x in of_rows.splitlines() if x.count("|") == 11 and "mean" in x]
+    tiny = {(x[2], x[5] if len(x) > 5 else None, x[-1]) for x in tiny if len(x) >= 3}
+    real = sections["A real model"]
+    shown = README.partition("| subtracted from returns |")[2].partition("\n\n")[0]
+    rows = [cells(line)[1:] for line in shown.replace("**", "").splitlines()[2:]]
+    assert len(rows) == 5
+    for sums, model, notes, digits in rows:
+        missing = "not run" in (sums, notes)
+        assert (digits if missing else (sums, notes, digits)) in (
+            {x[-1] for x in tiny} if missing else tiny
+        )
+        assert f"| {model} |" in real
+
+    # noise from rows; the README prints that of addition
+    noise = re.search(r"^\| the critic's values \|.*\| (\S+) \+- \S+ \| [^|]*\|$", of_rows, re.M)[1]
+    assert f"a critic leaves {float(noise):.2f} of the noise" in words
+    group = {name: x for name, _, x, _ in noise_told(README)}["group"]
+    assert f"groups need {group:.1f} times the answers that the mean of all needs" in words
+
+    # the agent, and sums of five other seeds
+    task = sections["Does credit across rows matter?"]
+    ends = [
+        float(re.search(rf"^\| {name} \| (\S+)", task, re.M)[1])
+        for name in ("across rows, a critic, lambda 1", "credit per row, a critic")
+    ]
+    across, alone = (f"{x:.2f}" for x in ends)
+    assert f"{across} of the answers are right with credit across rows, {alone} where" in words
+    sums = sections["Does a critic matter on short sums?"]
+    end = re.search(r"^\| the same, at the mean return \| (\S+) \+- (\S+)", sums, re.M).groups()
+    assert "(with five other seeds {:.2f} +- {:.2f})".format(*map(float, end)) in words
 
 
-def test_what_the_first_screen_says_is_in_results():
-    """Right digits on the task with luck, with a new critic and without one; choices of answers."""
-    words = README.replace("\n  ", " ")
-    sections = {x.partition("\n")[0]: x for x in PAGES["RESULTS.md"].split("\n## ")}
-    cell = lambda row, text: re.search(rf"^\| {row} \| (\S+)", text, flags=re.M)[1]
-
-    # a reward is a quarter of a point for each of 20 digits, minus 2.5
-    task = sections["Is there a task on which a critic helps?"]
-    ends = [cell(f"{name}, 8 seeds", task) for name in ("head at the mean return", "no critic")]
-    first, second = (f"{(float(x) + 2.5) / 5:.0%}".replace("%", " %") for x in ends)
-    assert (
-        f"{first} of the digits are right at the end with a new critic, {second} without" in words
-    )
-
-    # answers are chosen among four
-    choices = sections["Decoding with values"]
-    rows = ("greedy", "critic's best of 4", "one sample")
-    bad, best, sample = (f"{float(cell(row, choices)):.2f}" for row in rows)
-    assert f"greedy answers are bad ({bad} right), its choice of four is right {best} of" in words
-    assert f"a random answer {sample}." in words
-    real = sections["A real model"].replace("\n", " ")
-    best = re.search(r"\| 3 \| [^|]* \| [^|]* \| (\S+) \+-", real)[1]
-    greedy = re.search(r"The model's one greedy answer is right (\S+),", real)[1]
-    best, greedy = (f"{float(x):.2f}" for x in (best, greedy))
-    assert f"choice is right {best} of the time, one greedy answer {greedy}." in words
-
-    # the mean of least noise, and what a perfect critic leaves of the noise on two tasks
-    section = sections["The noise of the actor's gradient"]
-    row = r"^\| no critic: `--whiten noise` .* (\S+ \+- \S+) \|$"
-    tiny, pretrained, *_ = re.findall(row, section, flags=re.M)
-    assert f"is free and earns {tiny} more, on a pretrained model {pretrained}" in words
-    noise = re.search(r"^\| minus true V\(s\) \| (\S+) \S+ \S+ \| (\S+)", section, flags=re.M)
-    assert all(float(x) > 1 for x in noise.groups())
+def test_the_function_that_the_readme_shows_is_in_its_fork():
+    [code] = re.findall(r"^```python\n(.*?)^```", README, flags=re.M | re.S)
+    assert code in (ROOT / "tests" / "forks" / "credit_per_row.py").read_text()
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
@@ -332,10 +324,6 @@ def said_by_python_of(page, copy):
     return json.loads(succeeded(run(sys.executable, "snippet.py", cwd=copy)).splitlines()[-1])
 
 
-def test_the_lines_of_python_run(copy):
-    assert 0 < said_by_python_of(README, copy) < 10
-
-
 @pytest.mark.parametrize("script", ["critic_fsdp", "critic_megatron"])
 def test_a_loop_of_your_own_prints_the_same_on_any_ranks(script, copy):
     file = copy / "tests" / "lessons" / f"own_{script}.py"
@@ -424,14 +412,6 @@ def check_scores(copy):
         assert claimed == pytest.approx(float(reward), abs=0.05)
 
 
-def check_own_rows(out):
-    """The numbers that the README shows for the user's own rows."""
-    for name in ("explained var", "best constant", "last value", "best of n", "mean", "oracle"):
-        pages = (OWN_ROWS_SAY, out)
-        shown, found = (re.findall(rf"{name} ([\d.]+\d)", text)[-1] for text in pages)
-        assert float(shown) == pytest.approx(float(found), abs=0.05), name
-
-
 def check_two_backends(copy):
     """Both critics have made the same updates."""
     ours, theirs = (metrics_of(copy / "out" / "two" / x) for x in ("fsdp", "megatron"))
@@ -454,8 +434,16 @@ def check_start(out):
     numbers = [re.findall(line, text, flags=re.M)[-1] for text in (README, out)]
     shown, found = (list(map(float, some)) for some in numbers)
     assert shown == pytest.approx(found, abs=0.05)
-    words = f"explain {shown[1]} of it. Of their own variance, the critic explains"
-    assert f"{words} {100 * shown[0]:.0f} %" in README.replace("\n", " ")
+
+    # what the README explains of it
+    words = README.replace("\n", " ")
+    assert f"before its end, the critic knows **{100 * shown[0]:.0f} %**" in words
+    [shown, found] = (
+        re.findall(r"^  best of n (\S+), mean (\S+),", text, re.M)[-1] for text in (README, out)
+    )
+    assert [*map(float, shown)] == pytest.approx([*map(float, found)], abs=0.02)
+    best, mean = shown
+    assert f"choice is right **{best}** of the time, a random one **{mean}**" in words
 
 
 def check_pictures(copy):
@@ -535,8 +523,6 @@ def test_command_runs(line, copy, request):
 
     if "--score" in line:
         check_scores(copy)
-    if line == OWN_ROWS:
-        check_own_rows(out)
     if line.endswith("out/two/megatron"):
         check_two_backends(copy)
     if line == START:
@@ -602,7 +588,7 @@ def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
     """The page's table, within three standard errors on another CPU, and what is said of it."""
     for line in [line for kind, line in COMMANDS if kind == "pay"]:
         said = succeeded(ended(started(line, copy)))
-    page = noise_told(PAGES["pays.md"])
+    page = noise_told(README)
     assert len(page) == 6
     assert noise_told(said) == [
         (name, words, pytest.approx(x, abs=max(0.01, 3 * error)), pytest.approx(error, rel=0.5))
@@ -626,6 +612,15 @@ def test_ones_own_rollouts_say_whether_a_critic_pays(copy):
     assert noise["fitted"] < noise["least noise"] + 0.05 < 1.05
 
 
+def test_the_command_of_an_agent_draws_its_curves(tmp_path):
+    """With two steps."""
+    [line] = [line for kind, line in COMMANDS if kind == "agent"]
+    words = [ROOT / x if x.startswith("tests/") else x for x in shlex.split(line)[1:]]
+    said = succeeded(run(sys.executable, *words, "--steps", 2, cwd=tmp_path))
+    assert len(re.findall(r"^\| (?:across rows|credit per row), .* \|$", said, flags=re.M)) == 3
+    assert (tmp_path / "out" / "ablations" / "notes" / "ablations.png").stat().st_size > 1000
+
+
 def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     """The page's commands, after the loop, which makes fewer steps here: so does its checkpoint."""
     [meter, first, export] = [line for kind, line in COMMANDS if kind == "truth"]
@@ -645,7 +640,7 @@ def test_a_policy_and_its_critic_are_compared_with_true_values(copy, ppo):
     assert told[0] == told[1]
 
     # the run has ended with the page's table of noise, but for the mean of several answers
-    names = [name for name, *_ in noise_told(PAGES["pays.md"]) if name != "group"]
+    names = [name for name, *_ in noise_told(README) if name != "group"]
     assert [name for name, *_ in noise_told(said_of_ppo)] == names
 
     # the true values are there
