@@ -294,6 +294,15 @@ def until(happens, what, timeout=240):
         time.sleep(0.005)
 
 
+def check_names(said, names, known):
+    """Ends a lab that was asked for --help, or for what it does not have. said: its docstring."""
+    if names & {"-h", "--help"}:
+        print(f"{said}\nIt has: {', '.join(known)}.")
+        sys.exit()
+    if unknown := names - {*known}:
+        sys.exit(f"it has no {', '.join(sorted(unknown))}; it has: {', '.join(known)}")
+
+
 def warm_up():
     """What the first of its kind takes a second or two for."""
     import pytest  # noqa: F401

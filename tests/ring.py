@@ -36,6 +36,10 @@ MUST = {  # what must be shown each time -> the file, and how the names of its t
     "a run goes on": ("test_scenarios", f"{RANKS}fsdp 2 goes on, offloaded]"),
     "SIGTERM": ("loop/test_ppo_loop", "test_sigterm_interrupts_a_phase"),
     "Ctrl-C": ("runs/test_stops", "test_ctrl_c_in_the_loop_saves_the_state"),
+    "kill -9": (
+        "runs/test_stops",
+        "test_a_crash_loses_no_more_than_the_steps_since_the_last_evaluation[critic_fsdp-2]",
+    ),
     "a rank fails": ("runs/test_ranks", "test_when_one_rank_fails"),
     "README's first command": ("runs/test_readme", "test_command_runs[python critic_fsdp.py]"),
     "fork sp3o": ("forks/test_forks", f"{FORK}sp3o]"),

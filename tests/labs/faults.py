@@ -1044,10 +1044,10 @@ LONG = (foreign, apart, torchrun, phases, workers, two_runs, reference, odd_rewa
 
 
 def main(names, short):
+    forked.check_names(__doc__, names, [fault.__name__ for fault in FAULTS])
     warnings.filterwarnings("ignore")  # Megatron's, about packages that are not installed
     forked.warm_up()  # once here, because every run needs it
     total, start = 0, time.monotonic()
-    assert names <= {fault.__name__ for fault in FAULTS}, names
 
     try:
         for fault, scripts in FAULTS.items():

@@ -697,6 +697,7 @@ SHORT = (cut, read_only)
 
 
 def main(names, short):
+    forked.check_names(__doc__, names, [case.__name__ for case in CASES])
     if why_not():
         print(f"left out: {why_not()}")
         return
@@ -707,7 +708,6 @@ def main(names, short):
     for name in ("store", "shared", "disk"):
         (folder() / name).mkdir()
     total, began = 0, time.monotonic()
-    assert names <= {case.__name__ for case in CASES}, names
 
     try:
         for case in CASES:

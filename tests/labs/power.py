@@ -380,17 +380,17 @@ def standing(job):
             os.killpg(pid, number)
 
     # a rank that starts a program waits in the kernel until that runs, which stands before it does;
-    # then both go on for a moment
-    for last in [False] * 5 + [True]:
+    # then both go on for a moment, a longer one each time: on a busy machine it may take seconds
+    for moment in (0.02, 0.1, 0.3, 1, 3, 10):
         send(signal.SIGSTOP)
-        try:
-            until_stopped(alive, 60 if last else 2)
+        with contextlib.suppress(AssertionError):
+            until_stopped(alive, 2)
             break
-        except AssertionError:
-            if last:
-                raise
-            send(signal.SIGCONT)
-            time.sleep(0.02)
+        send(signal.SIGCONT)
+        time.sleep(moment)
+    else:
+        send(signal.SIGSTOP)
+        until_stopped(alive)
     try:
         yield
     finally:
@@ -398,8 +398,13 @@ def standing(job):
 
 
 def until_stopped(pids, seconds=60):
-    state = lambda pid: pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
-    forked.until(lambda: all(state(pid) in "TZ" for pid in pids), "all stand", seconds)
+    asked = lambda pid, name: pathlib.Path(f"/proc/{pid}/{name}").read_text()
+    state = lambda pid: asked(pid, "stat").rpartition(") ")[2][0]
+    try:
+        forked.until(lambda: all(state(pid) in "TZ" for pid in pids), "all stand", seconds)
+    except AssertionError as error:
+        waits = {pid: (state(pid), asked(pid, "wchan")) for pid in pids}
+        raise AssertionError(f"{error}; states, and what they wait for: {waits}") from None
 
 
 def cut(disk, out, notes, saving):

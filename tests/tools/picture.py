@@ -87,7 +87,12 @@ def drawn(rows):
     said += " wrong digit, and rises after the first right one."
     size = f'width="{round(1.5 * width)}" viewBox="0 0 {width} {height}"'
     head = f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n<title>{said}</title>'
-    title = text(width / 2, 18, "expected points before each token; bars: the truth", "small")
+    title = text(
+        width / 2,
+        18,
+        "points expected before a token: 1 is blue, 0 orange; bars: the truth",
+        "small",
+    )
     return "\n".join([head, STYLE, title, *out, "</svg>"]) + "\n"
 
 
