@@ -259,7 +259,7 @@ def moves(case, report):
     worker.update_critic(ROWS)
     after_T = worker.compute_values(ROWS)
     for other in MOVERS:
-        if not is_here(other):
+        if missing(other):
             continue
         worker = critic_of(other, param_dtype="float32")
         worker.load_checkpoint(FOLDER / "checkpoint")
@@ -391,85 +391,53 @@ def formula_of(model):
 
 # ---- budget: what is worth most, in one call of nine minutes -------------------------------------
 
-STEPS_OF_SPEED = {  # name -> (weights stay gathered, gradients stay whole), --compile
-    "gathered each time": ((False, False), "off"),
-    "weights gathered once": ((True, False), "off"),
-    "and one reduction": ((True, True), "off"),
-    "and compiled": ((True, True), "on"),
+TWICE = {"compile": "on", "gradient_checkpointing": True}
+PACKED = {  # a shape of Qwen2.5 and who computes it -> flags, tokens of a micro-batch
+    "7b fsdp": (TWICE, 16384),
+    "7b fsdp, adapters": (TWICE | {"lora_rank": 16}, 16384),
+    "0.5b bare": ({}, 8192),
+    "0.5b fsdp": ({"compile": "on"}, 8192),
+    "1.5b megatron": ({}, 16384),
+    "1.5b fsdp": ({"compile": "on"}, 16384),
 }
 
 
-def ceilings(report):
-    """How fast a product and attention are at the shape of 1.5 billion weights, next to torch's
-    attention of one row."""
-    tokens = 64 if DRY else 6635
-    x_TD, w, q, k, v = (
-        torch.randn(size, device=gpu.DEVICE).bfloat16().requires_grad_()
-        for size in (
-            (tokens, 1536),
-            (8960, 1536),
-            (1, 12, tokens, 128),
-            (1, 2, tokens, 128),
-            (1, 2, tokens, 128),
-        )
-    )
-    pack = common.Pack([tokens], gpu.DEVICE)
-    pairs = 2 * 12 * 128 * tokens**2  # FLOPs of causal attention
-
-    def ours(*qkv):
-        return common.attention(pack, *qkv, 128**-0.5)
-
-    def dense(*qkv):
-        return F.scaled_dot_product_attention(*qkv, is_causal=True, enable_gqa=True)
-
-    contestants = {"product": (F.linear, (x_TD, w), 2 * tokens * w.numel())}
-    for name, attend in {"our attention": ours, "dense attention": dense}.items():
-        contestants[name] = (attend, (q, k, v), pairs)
-
-    for name, (forward, inputs, flops) in contestants.items():
-
-        def both(*inputs, forward=forward):
-            out = forward(*inputs)
-            return torch.autograd.grad(out, inputs, torch.ones_like(out))
-
-        cells = {}
-        for task, call in {"forward": forward, "with backward": both}.items():
-            seconds = min(gpu.measure(call, *inputs)[0] for _ in range(8))
-            cells[f"{task}, ms"] = seconds * 1e3
-            if call is forward:
-                cells["TFLOP/s"] = flops / seconds / 1e12
-        report.add(name, **cells)
-
-
-def steps_of_speed(shape, report):
-    """A shape of Qwen2.5 without shared prompts, next to the bare loop, with one step of speed
-    after the other, at two sizes of micro-batches; then with shared prompts, and its kernels."""
-    sizes = [64] if DRY else [8192, 16384]
-    rows = gpu.rows_of(sizes[0], 1)
-    flags = gpu.flags_of_shape(shape)
-    for size in sizes:
+def packed(name, report):
+    """Values and an update of packed rows, without shared prompts, and the update's kernels."""
+    shape, by, *_ = name.replace(",", "").split()
+    own, size = PACKED[name]
+    shape, size = ("dry", 64) if DRY else (shape, size)
+    rows = gpu.rows_of(min(size, 8192), 1)
+    flags = gpu.flags_of_shape(shape) | own | {"ppo_max_token_len_per_gpu": size}
+    if by == "bare":
         loop = gpu.BareLoop(size // max(rows.lengths), critic_fsdp.Config(**flags))
-        gpu.race(report, f"{shape} bare, {size:,}", loop, loop, rows, share=False)
-    del loop
+        gpu.race(report, name, loop, loop, rows, share=False)
+        return
 
-    for name, (whole, compiles) in STEPS_OF_SPEED.items():
-        with mock.patch.object(critic_fsdp, "stays_whole", lambda _, whole=whole: whole):
-            start = time.perf_counter()
-            with gpu.quick_weights():
-                worker = gpu.new_critic(critic_fsdp, compile=compiles, share_prompts=False, **flags)
-            print(f"{shape} {name}: built in {time.perf_counter() - start:.0f} s", flush=True)
-            critic = worker.critic
-            for size in sizes:
-                critic.max_tokens = critic.max_tokens_forward = size
-                gpu.race(report, f"{shape} {name}, {size:,}", worker, critic, rows, share=False)
-            if compiles == "on":
-                gpu.print_kernels(f"an update of {shape}", worker.update_critic, rows)
-
-    worker.config = critic.config = dataclasses.replace(worker.config, share_prompts=True)
-    gpu.race(report, f"{shape} and shared prompts, {size:,}", worker, critic, rows, share=True)
+    start = time.perf_counter()
+    with gpu.quick_weights():
+        worker = gpu.new_critic(SCRIPTS[by], share_prompts=False, **flags)
+    print(f"{name}: built in {time.perf_counter() - start:.0f} s", flush=True)
+    gpu.race(report, name, worker, worker.critic, rows, share=False)
+    gpu.print_kernels(f"an update of {name}", worker.update_critic, rows)
 
 
 # ---- ppo: some steps of the loop -----------------------------------------------------------------
+
+
+LARGE = "--critic.lr 1e-5 --supervised-steps 0 --max-response-length 256 --train-batch-size 32"
+LARGE += " --rollout-n 8"
+
+
+@contextlib.contextmanager
+def nothing_is_saved(ppo_loop):
+    """To write billions of weights takes minutes."""
+    owners = [(ppo_loop, "save"), (ppo_loop.PolicyWorker, "export_hf")]
+    owners += [(script.CriticWorker, "export_hf") for script in SCRIPTS.values()]
+    with contextlib.ExitStack() as patches:
+        for owner, function in owners:
+            patches.enter_context(mock.patch.object(owner, function, lambda *_: None))
+        yield
 
 
 def ppo(name, flags, report):
@@ -481,7 +449,9 @@ def ppo(name, flags, report):
     flags = f"{flags} --out-dir {out}"
     if DRY:
         flags += " --supervised-steps 3 --steps 2 --train-batch-size 8 --max-response-length 6"
-    seconds, peak = gpu.measure(lambda: ppo_loop.main(ppo_loop.parse(flags.split())))
+    saves = contextlib.nullcontext() if LARGE not in flags else nothing_is_saved(ppo_loop)
+    with saves:
+        seconds, peak = gpu.measure(lambda: ppo_loop.main(ppo_loop.parse(flags.split())))
 
     # what it has learned, and where the last step's time went
     log = common.read_lines(out / "metrics.jsonl")
@@ -498,9 +468,12 @@ def ppo(name, flags, report):
 # ---- Main ----------------------------------------------------------------------------------------
 
 
-def is_here(name):
-    """Whether what has this name can run: there may be no megatron-core."""
-    return "megatron" in SCRIPTS or "megatron" not in name
+def missing(name):
+    """The package that what has this name needs and that is not installed, or None."""
+    for word, package in (("megatron", "megatron-core"), ("vllm", "vllm")):
+        if word in name and not importlib.util.find_spec(word):
+            return package
+    return None
 
 
 def functions_of(part):
@@ -519,9 +492,17 @@ def functions_of(part):
     if part == "budget":
         cases = ("fsdp defaults", "fsdp compiled", "megatron defaults")
         found = {case: partial(compare, case) for case in cases}
-        found["ceilings"] = ceilings
-        for shape in ["dry"] if DRY else ["1.5b", "0.5b"]:
-            found[f"speed of {shape}"] = partial(steps_of_speed, shape)
+        found |= {name: partial(packed, name) for name in PACKED}
+
+        # one set of weights with adapters; and an engine, with the table of noise at the end
+        runs = {
+            "share-base 7b": "--share-base --actor.lora-rank 16 --critic.lora-rank 16 --steps 2",
+            "vllm 1.5b": "--rollout vllm --offload --steps 10 --actor.lr 1e-6",
+        }
+        for name, flags in runs.items():
+            shape = gpu.flags_of_shape("dry" if DRY else name.split()[1])["override_config"]
+            flags += f" --actor.override-config {shape} {LARGE}"
+            found[name] = partial(ppo, name, flags)
         return found
 
     # a shape, who computes it, and how long the rows are
@@ -537,8 +518,7 @@ def functions_of(part):
 
     # runs of ppo_loop.py; the large ones have the smallest shape
     shape = gpu.flags_of_shape(shapes[0])["override_config"]
-    large = f"--actor.override-config {shape} --actor.lr 1e-6 --critic.lr 1e-5 --offload --steps 3"
-    large += " --supervised-steps 0 --max-response-length 256 --train-batch-size 32 --rollout-n 8"
+    large = f"--actor.override-config {shape} --actor.lr 1e-6 --offload --steps 3 {LARGE}"
     runs = {
         "toy": "",
         "megatron": "--critic megatron --steps 20",
@@ -587,8 +567,8 @@ def main():
     report = gpu.Report()
     with SCRATCH:
         for name, function in chosen.items():
-            if not is_here(name):
-                print(f"{name}: left out, because megatron-core is not installed")
+            if package := missing(name):
+                print(f"{name}: left out, because {package} is not installed")
                 continue
             with report.attempt(name):
                 function(report)
