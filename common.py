@@ -4448,11 +4448,11 @@ NUMBERS = {  # numbers in a report -> what they mean
 }
 BASELINES = {  # what an actor may subtract from its returns -> what that is
     "nothing": "the returns as they are",
-    "mean": "of all other answers, by which an actor whitens: 1 by definition",
-    "least noise": "the same, weighted by the noise of tokens: whiten noise",
-    "group": "the mean of the prompt's other answers: RLOO; GRPO has the answer's own in it",
+    "mean": "the mean of all other answers, as PPO whitens: 1 by definition",
+    "least noise": "the same, but unlikely tokens count more: whiten noise",
+    "group": "the mean of the prompt's other answers, as RLOO; GRPO's has this answer, too",
     "critic": "the values of this critic",
-    "fitted": "1, group and critic, each times a number that fits half of the prompts best",
+    "fitted": "the best mix of 1, group and critic, by the other half of the prompts",
 }
 SAVED = (
     "For equal noise, an update with this critic needs {critic:.2f} times the answers that it needs"
