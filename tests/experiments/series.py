@@ -74,6 +74,8 @@ def compare(out, recipes, flags, seeds, steps, pretrain=None, jobs=1, only=(), *
     pretrain(seed, steps): a critic that has learned from this many steps of the first policy's
     answers -> (its folder, a row of metrics about these answers). They count as steps of its run,
     in which the policy stood still."""
+    if unknown := {*only} - {*recipes}:
+        sys.exit(f"--only: no recipe {', '.join(unknown)}; there is:\n" + "\n".join(recipes))
     first = next(iter(recipes))
     recipes = {name: recipes[name] for name in only or recipes}
     eighth = max(1, steps // 8)

@@ -1,7 +1,7 @@
 """Injects faults into whole runs of the three scripts, asserts how each run ends, and prints a
 table.
 
-    python tests/labs/faults.py                  all of them, some minutes on two cores
+    python tests/labs/faults.py                  all of them, half an hour on two cores
     python tests/labs/faults.py NAME...          some of FAULTS, below
     python tests/labs/faults.py --short          fewer of each, as in test_faults.py
 
