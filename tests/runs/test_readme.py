@@ -180,6 +180,11 @@ def test_what_the_readme_says_is_in_results():
     group = {name: x for name, _, x, _ in noise_told(README)}["group"]
     assert f"groups need {group:.1f} times the answers that the mean of all needs" in words
 
+    # a step next to TRL's
+    real = sections["A real model"].replace("\n", " ")
+    theirs, ours = re.search(r"takes (\S+) s of CPU.* PPO takes (\S+) s", real).groups()
+    assert f"takes {float(ours) / float(theirs):.2f} times the seconds of one of" in words
+
     # the agent, and sums of five other seeds
     task = sections["Does credit across rows matter?"]
     ends = [
