@@ -494,7 +494,8 @@ def functions_of(part):
         found = {case: partial(compare, case) for case in cases}
         found |= {name: partial(packed, name) for name in PACKED}
 
-        # one set of weights with adapters; and an engine, with the table of noise at the end
+        # the loop, with the table of noise at its end; one set of weights with adapters; an engine
+        found["toy"] = partial(ppo, "toy", "")
         runs = {
             "share-base 7b": "--share-base --actor.lora-rank 16 --critic.lora-rank 16 --steps 2",
             "vllm 1.5b": "--rollout vllm --offload --steps 10 --actor.lr 1e-6",

@@ -103,9 +103,9 @@ def test_speed():
 
 def test_budget():
     """Critics that are right, each way to compute packed rows, and PPO on one set of weights."""
-    chosen = ("fsdp defaults", "7b", "0.5b", "1.5b", "share-base")
+    chosen = ("fsdp defaults", "7b", "0.5b", "1.5b", "toy", "share-base")
     rows = rows_in(succeeded(gpu_py("budget", "--dry", *chosen)))
-    expected = {"fsdp defaults float32", "fsdp defaults bfloat16", "share-base 7b"}
+    expected = {"fsdp defaults float32", "fsdp defaults bfloat16", "share-base 7b", "toy"}
     expected |= {"7b fsdp", "7b fsdp, adapters", "0.5b bare", "0.5b fsdp", "1.5b fsdp"}
     assert rows.keys() == expected | ({"1.5b megatron"} if HAS_MEGATRON else set())
 
