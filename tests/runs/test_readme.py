@@ -195,7 +195,7 @@ def test_what_the_readme_says_is_in_results():
     assert f"{across} of held-out answers are right with credit across rows, {alone} where" in words
     sums = sections["Does a critic matter on short sums?"]
     end = re.search(r"^\| the same, at the mean return \| (\S+) \+- (\S+)", sums, re.M).groups()
-    assert "With five other seeds it ends at {:.2f} +- {:.2f}".format(*map(float, end)) in words
+    assert "(five other seeds: {:.2f} +- {:.2f})".format(*map(float, end)) in words
 
 
 def test_each_function_of_the_reading_path_is_in_its_file():
@@ -473,7 +473,7 @@ def check_longest(out):
     """Before PPO the accuracy is that of the README, and after 20 steps not above its end."""
     first, then = held_out(out, "accuracy")
     assert first < 0.45 and then > first + 0.2, (first, then)
-    claim = re.search(r"held-out sums rises from (\S+) to (\d\.\d+)", README).groups()
+    claim = re.search(r"held-out accuracy rises from (\S+) to (\d\.\d+)", README).groups()
     before, after = map(float, claim)
     assert before == pytest.approx(first, abs=0.1) and after >= then
 
