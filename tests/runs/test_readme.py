@@ -176,7 +176,7 @@ def test_what_the_readme_says_is_in_results():
 
     # noise from rows; the README prints that of addition
     noise = re.search(r"^\| the critic's values \|.*\| (\S+) \+- \S+ \| [^|]*\|$", of_rows, re.M)[1]
-    assert f"the critic there leaves {float(noise):.2f} of the noise" in words
+    assert f"the critic leaves {float(noise):.2f} of the noise" in words
     group = {name: x for name, _, x, _ in noise_told(README)}["group"]
     assert f"groups need {group:.1f} times the answers that the mean of all needs" in words
 
