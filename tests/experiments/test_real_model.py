@@ -118,7 +118,7 @@ def test_commands_that_run_at_once_are_measured_each():
     }
     made = real_model.measured(commands)
     assert [*made] == [*commands] and made["adds"][0] > 5 * made["sleeps"][0]
-    assert 0.93 < made["holds"][1] < 1.1
+    assert made["holds"][1] > 0.93  # or what this process has, which a fork inherits
     with pytest.raises(SystemExit, match="failed: .*nowhere"):
         real_model.measured(commands | {"fails": python("nowhere")})
 
