@@ -181,6 +181,10 @@ def test_batches_of_other_lengths_are_not_compiled_again(monkeypatch):
         critic.update_critic(rows)
         counts.append(counters["stats"]["unique_graphs"])
     assert not counters["graph_break"]
-    assert counts[-1] == counts[1] == 4  # rows that share a prompt or not, with a backward or not
+
+    # rows that share a prompt or not, with a backward or not; where a critic of Megatron has run in
+    # this process, what makes "cuda" mean the CPU is compiled, too
+    modes = len(torch.overrides._get_current_function_mode_stack())
+    assert counts[-1] == counts[1] == 4 + 2 * modes
     assert common.CurrentPack.kernel == "varlen"
     end_groups()
