@@ -192,6 +192,9 @@ def test_what_the_readme_says_is_in_results():
         for name in ("across rows, a critic, lambda 1", "credit per row, a critic")
     ]
     across, alone = (f"{x:.2f}" for x in ends)
+    model = task.partition("**SmolLM2 as an agent**")[2]
+    ends = re.findall(r"^\| (?:across|credit).*? no critic.*? \| (\S+) ", model, flags=re.M)
+    assert "(SmolLM2 on sums in two rows: {:.2f} and {:.2f})".format(*map(float, ends)) in words
     assert f"{across} of held-out answers are right with credit across rows, {alone} where" in words
     sums = sections["Does a critic matter on short sums?"]
     end = re.search(r"^\| the same, at the mean return \| (\S+) \+- (\S+)", sums, re.M).groups()
