@@ -105,10 +105,11 @@ def f():
     assert budget.code_tokens(text) == len("x = f def f ( ) : return x".split())
 
 
-def test_the_default_ring_takes_what_must_run_and_then_what_is_cheapest():
-    """A scenario is paid for once, so a test that shares it becomes cheap."""
+def test_the_default_ring_takes_what_must_run_and_then_what_is_cheapest(monkeypatch):
+    """A scenario is paid for once, with a launch, so a test that shares it becomes cheap."""
+    monkeypatch.setattr(ring, "LAUNCH", 3)
     tests = {"a": [3, []], "b": [1, ["x"]], "c": [1, ["x"]], "d": [9, []], "e": [4, []]}
-    found = {"cheap": {"x.py": 2}, "tests": tests, "scenarios": {"x": 4}}
+    found = {"cheap": {"x.py": 2}, "tests": tests, "scenarios": {"x": 1}}
     assert ring.choose(found, must=["d"], budget=21) == ({"d", "a", "e"}, 18, 9)
     assert ring.choose(found, must=["b"], budget=16) == ({"b", "c", "a", "e"}, 15, 5)
     assert ring.choose(found, must=[], budget=1) == (set(), 2, 0)
