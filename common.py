@@ -4455,7 +4455,7 @@ BASELINES = {  # what an actor may subtract from its returns -> what that is
     "fitted": "the best mix of 1, group and critic, by the other half of the prompts",
 }
 SAVED = (
-    "For equal noise, an update with this critic needs {critic} times the answers that it needs"
+    "  For equal noise, an update with this critic needs {critic} times the answers that it needs"
     " minus the mean; with the mean of least noise, which is free, {least} times."
 )
 NO_LOG_PROBS = (
@@ -4677,9 +4677,7 @@ def tell_noise(rows, gamma):
         number = f"{x:.3f} +- {error:.3f}"
         told[f"noise, {name}"] = (number, BASELINES[name])
         print0(f"  {number}  {name:11}  {BASELINES[name]}")
-    print0(
-        "  " + SAVED.format(critic=told["noise, critic"][0], least=told["noise, least noise"][0])
-    )
+    print0(SAVED.format(critic=told["noise, critic"][0], least=told["noise, least noise"][0]))
     return told
 
 
