@@ -8,7 +8,7 @@ import gpu_helpers as gpu
 import pretend_device
 import pytest
 import torch
-from helpers import ROOT, run, succeeded, worker
+from helpers import HAS_VLLM, ROOT, run, succeeded, worker
 from reference import LOAD
 
 import critic_fsdp
@@ -102,12 +102,13 @@ def test_speed():
 
 
 def test_budget():
-    """Critics that are right, each way to compute packed rows, and PPO on one set of weights."""
-    chosen = ("fsdp defaults", "7b", "0.5b", "1.5b", "toy", "share-base")
+    """Critics that are right, each way to compute packed rows, PPO on one set of weights, vLLM."""
+    chosen = ("fsdp defaults", "7b", "0.5b", "1.5b", "toy", "share-base", "vllm")
     rows = rows_in(succeeded(gpu_py("budget", "--dry", *chosen)))
     expected = {"fsdp defaults float32", "fsdp defaults bfloat16", "share-base 7b", "toy"}
     expected |= {"7b fsdp", "7b fsdp, adapters", "0.5b bare", "0.5b fsdp", "1.5b fsdp"}
-    assert rows.keys() == expected | ({"1.5b megatron"} if HAS_MEGATRON else set())
+    expected |= {"1.5b megatron"} if HAS_MEGATRON else set()
+    assert rows.keys() == expected | ({"vllm 1.5b"} if HAS_VLLM else set())
 
 
 def test_ppo():
